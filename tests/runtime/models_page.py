@@ -88,6 +88,9 @@ state with which each row begins is verified, too. "drafts": n-grams, with a sta
 """
 BEHIND = """
 A later chunk of a prompt is computed token by token in Jamba, whose code ignores the state in front of several tokens.
+The MTP layers of Qwen3-Next and Qwen3.5 draft, with pictures, too (`speculative_method` `mtp`):
+`tests/runtime/test_mtp.py` compares every draft with the library's own layer. Adapters change linear layers outside of
+the layers with states.
 """
 PICTURES_HEAD = f"""
 ## Models with pictures
@@ -104,9 +107,11 @@ one picture at most: of several the library makes other features than of one. Ho
 """
 NO_PICTURES = """
 Other models of the library with `get_image_features` are tried, and were not compared. Refused by name: pictures whose
-tokens attend to later ones (Gemma 3, PaliGemma), pictures of an engine with several ranks (Qwen3.5 is served as its
-text then), with a draft model, or with prefill and decode engines. Without torchvision the processors of transformers
-take pictures by Pillow; those of Pixtral and Mistral 3 need torchvision.
+tokens attend to later ones (Gemma 3, PaliGemma), pictures with a draft model or a head of EAGLE-3, or with prefill and
+decode engines. With `--tp` every rank has the whole encoder and encodes every picture; transformers must have a plan to
+split the text, which its dense Qwen3-VL lacks. Qwen2.5-VL, Qwen3-VL MoE, both Qwen3.5, LLaVA-1.5 and Idefics 3 were
+compared on two ranks, and Qwen2-Audio with sound. Without torchvision the processors of transformers take pictures by
+Pillow; those of Pixtral and Mistral 3 need torchvision.
 """
 SOUND_HEAD = f"""
 ## Models with sound

@@ -30,11 +30,11 @@ from lockstep.sim.rerun.rerun import rerun  # noqa: E402
 from tests.support.architectures import greedy_answers  # noqa: E402
 from tests.support.live_server import RUN, LiveServer, serving  # noqa: E402
 from tests.support.pictures import data_url, picture  # noqa: E402
-from tests.support.scene import save_scene  # noqa: E402
+from tests.support.scene import REPEATED, save_scene  # noqa: E402
 
 OPTIONS = (
     "--device", "cpu", "--mamba-track-interval", "32", "--set=chunked_prefill_size=48", "--set=page_size=16",
-    "--set=speculative_method=ngram", "--set=num_speculative_tokens=2",
+    "--set=speculative_method=mtp", "--set=num_speculative_tokens=2",
 )  # fmt: skip
 SYSTEM = "You answer briefly. " * 12
 TOOL = {
@@ -166,9 +166,9 @@ def test_it_is_served_and_its_journal_tells_the_story(scene: tuple[Path, Any], t
     journal = tmp_path / "journal"
     system = {"role": "system", "content": SYSTEM}
     with serving(tmp_path / "log", "--model", str(folder), "--journal", str(journal), *OPTIONS) as server:
-        status, first = asked(server.url, messages=[system, {"role": "user", "content": "hello"}])
+        status, first = asked(server.url, messages=[system, {"role": "user", "content": "hello"}], max_tokens=64)
         assert status == 200, first
-        status, second = asked(server.url, messages=[system, {"role": "user", "content": "weather?"}])
+        status, second = asked(server.url, messages=[system, {"role": "user", "content": "weather?"}], max_tokens=64)
         assert status == 200, second
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
         user = {"role": "user", "content": "weather in Oslo?"}
@@ -181,7 +181,7 @@ def test_it_is_served_and_its_journal_tells_the_story(scene: tuple[Path, Any], t
         status, formed = asked(server.url, messages=[user], response_format=form)
         assert status == 200, formed
         assert isinstance(json.loads(formed["choices"][0]["message"]["content"])["ok"], bool)
-        one_token = {"logit_bias": {"61": 100}, "ignore_eos": True, "max_tokens": 24}
+        one_token = {"logit_bias": {str(REPEATED): 100}, "ignore_eos": True, "max_tokens": 24}
         status, repeated = asked(server.url, messages=[user], **one_token)
         assert status == 200, repeated
         seen = see_pictures(server.url)

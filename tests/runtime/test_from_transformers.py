@@ -17,6 +17,7 @@ from lockstep.runtime.checkpoint import CheckpointError, read_config  # noqa: E4
 from lockstep.runtime.from_transformers.decoder import TransformersDecoder  # noqa: E402
 from lockstep.runtime.models import Decoder, build_model, read_settings  # noqa: E402
 from tests.runtime.test_models import Ranks, ThreadPoolExecutor, assert_close, expected, some_tokens  # noqa: E402
+from tests.support.adapters import write_for  # noqa: E402
 from tests.support.architectures import (  # noqa: E402
     ARCHITECTURES,
     REFUSED,
@@ -233,30 +234,16 @@ def test_weights_are_replaced_while_the_engine_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["Mistral", "Phi-3"])
 def test_adapters_change_the_linear_layers(name: str, tmp_path: Path) -> None:
     """An adapter equals a model into whose matrices it was added."""
-    from safetensors.torch import save_file
-
     theirs = save_architecture(tmp_path / "model", name)
-    generator, tensors = torch.Generator().manual_seed(3), {}
     linear = {key: one for key, one in theirs.named_modules() if isinstance(one, torch.nn.Linear) and key != "lm_head"}
-    for key, module in linear.items():
-        down = torch.randn(2, module.in_features, generator=generator) * 0.3
-        up = torch.randn(module.out_features, 2, generator=generator) * 0.3
-        tensors[f"base_model.model.{key}.lora_A.weight"], tensors[f"base_model.model.{key}.lora_B.weight"] = down, up
     adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    kinds = sorted({key.rsplit(".", 1)[-1] for key in linear})
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": kinds, "bias": "none"}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    merge = write_for(adapter, linear)
     prompt = some_tokens(12, 6)
     with LLM(tmp_path / "model", lora={"law": adapter}, model_backend="transformers") as llm:
         alone, adapted = llm.generate(
             [prompt, prompt], [Params(max_new_tokens=8), Params(max_new_tokens=8, adapter="law")]
         )
-    with torch.no_grad():
-        for key, module in linear.items():
-            down = tensors[f"base_model.model.{key}.lora_A.weight"]
-            module.weight.add_(tensors[f"base_model.model.{key}.lora_B.weight"] @ down * 2.0)
+    merge()
     theirs.save_pretrained(tmp_path / "merged")
     with LLM(tmp_path / "merged", model_backend="transformers") as llm:
         (want,) = llm.generate([prompt], Params(max_new_tokens=8))

@@ -22,6 +22,8 @@ from lockstep.host.media.given import embedded_prompt  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.errors import PlanError  # noqa: E402
 from lockstep.runtime.outputs import PendingRequest  # noqa: E402
+from tests.support.heads import saved_with_mtp  # noqa: E402
+from tests.support.mtp import DraftRecorder  # noqa: E402
 from tests.support.small_llm import SMALL, requests_with_shared_beginnings  # noqa: E402
 
 KINDS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"n": 2, "logprobs": 2}]
@@ -60,6 +62,17 @@ def test_tokens_are_those_of_the_tokens(options: dict[str, Any], tmp_path: Path)
     replay(tmp_path)
     arrived = [event for event, _ in fold(tmp_path) if isinstance(event, RequestArrived) and event.spans]
     assert all(not any(prompt_bytes(one.prompt)) for one in arrived)  # digests only
+
+
+def test_an_mtp_layer_drafts_from_the_embeddings(tmp_path: Path) -> None:
+    ids = [random.Random(4).randrange(3, 300) for _ in range(40)]
+    settings = {**TIGHT, "speculative_method": "mtp", "num_speculative_tokens": 2, "chunked_prefill_size": 16}
+    with LLM(saved_with_mtp(tmp_path / "model", 5), **settings) as llm:
+        recorder = DraftRecorder(llm.host.executor)
+        (expected,), (given,) = (llm.generate([one], Params(max_new_tokens=12)) for one in (ids, embedded(llm, ids)))
+    assert given.token_ids == expected.token_ids
+    of_tokens, of_embeddings = ([draft[1:] for draft in recorder.found if draft[0] == request] for request in (0, 1))
+    assert of_tokens == of_embeddings != []
 
 
 def test_a_request_that_leaves_takes_no_embeddings_from_a_batch_in_flight() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.runtime.llm import demo_folder
 
@@ -57,3 +57,25 @@ def merged(folder: Path, adapter: Path, model: Path | None = None) -> Path:
         tensors[f"{module.removeprefix(PREFIX)}.weight"] += scaling * (up.double() @ found[name].double()).float()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def write_for(folder: Path, linear: Mapping[str, nn.Linear]) -> Callable[[], None]:
+    """Write an adapter of rank 2 of these layers of a model. Returns what adds it to their matrices."""
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for key, module in linear.items():
+        down = torch.randn(2, module.in_features, generator=generator) * 0.3
+        up = torch.randn(module.out_features, 2, generator=generator) * 0.3
+        tensors[f"{PREFIX}{key}.lora_A.weight"], tensors[f"{PREFIX}{key}.lora_B.weight"] = down, up
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    kinds = sorted({key.rsplit(".", 1)[-1] for key in linear})
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": kinds, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+    def merge() -> None:
+        with torch.no_grad():
+            for key, module in linear.items():
+                down, up = (tensors[f"{PREFIX}{key}.lora_{one}.weight"] for one in "AB")
+                module.weight.add_(up @ down * 2.0)
+
+    return merge

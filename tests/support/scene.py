@@ -15,12 +15,14 @@ import torch
 
 from lockstep.runtime.demo_model import demo_model_folder
 from tests.support.architectures import DELTA, SMALL
+from tests.support.mtp import TorchMtp, add_mtp
 from tests.support.pictures import PAD, PIXELS, TEMPLATE
 
 VISION: dict[str, Any] = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
     "num_position_embeddings": 64,
 }  # fmt: skip
+REPEATED = 61  # a token that the layer drafts behind itself
 MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 TOKENS = {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_bos_token": "<|vision_start|>",
@@ -29,7 +31,10 @@ TOKENS = {
 
 
 def save_scene(folder: Path) -> Any:
-    """Save the model with random weights, and return it. Its drafting layer (MTP) is in the checkpoint only."""
+    """Save the model with random weights, and return it. Its drafting layer (MTP) is in the checkpoint only.
+
+    The layer drafts `REPEATED` behind `REPEATED`, and otherwise at random.
+    """
     from transformers import PreTrainedTokenizerFast, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -37,12 +42,14 @@ def save_scene(folder: Path) -> Any:
     known = json.loads((demo / "config.json").read_bytes())
     torch.manual_seed(7)
     text = {**SMALL, **DELTA, "vocab_size": known["vocab_size"] + len(MARKS), "max_position_embeddings": 2048}
-    text["eos_token_id"] = known["eos_token_id"]
+    text |= {"eos_token_id": known["eos_token_id"], "mtp_num_hidden_layers": 1}
     marks = {name: known["vocab_size"] + place for place, name in enumerate(MARKS)}
     model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=VISION, **marks)).eval()
     folder.mkdir(parents=True, exist_ok=True)
-    state = {**model.state_dict(), "mtp.fc.weight": torch.randn(32, 64)}
-    model.save_pretrained(folder, state_dict=state)
+    model.save_pretrained(folder)
+    layer = TorchMtp(model)
+    layer.repeat(REPEATED, model)
+    add_mtp(folder, layer, by_expert=True)
     shutil.copy(demo / "generation_config.json", folder / "generation_config.json")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo, extra_special_tokens=TOKENS)
     assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == marks["image_token_id"]

@@ -152,7 +152,7 @@ class Foreseeing(NgramDrafter):
     """Drafts the tokens that `SumModel` will compute, wrong after a number that follows from row and position."""
 
     def draft(self, drafting: DraftingRows) -> Tensor:
-        rows, stands, newest, page_table, drafts, reach, stands_host = drafting
+        rows, stands, newest, page_table, drafts, reach, stands_host, _ = drafting
         assert (stands <= torch.from_numpy(stands_host)).all()
         assert (reach - stands).tolist() == drafts.tolist()
         guesses = []

@@ -36,7 +36,7 @@ from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.blocks import DeviceBlocks, check_blocks, with_threshold
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
-from lockstep.runtime.draft_sources import Draft, check_trees, draft_of
+from lockstep.runtime.draft_sources import Draft, check_trees, draft_of, takes_media
 from lockstep.runtime.drafting import Drafter, DraftingRows, NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RowSampler, RunnableModel
 from lockstep.runtime.expert_load import counter_for
@@ -533,7 +533,7 @@ def make_executor(
             sizes = (config.rows_max, config.pages, config.page_size, config.context_tokens_max)
             canary = Canary(*sizes, device, *windows, state_slots=slots)
         media = None
-        if (model.media_encoder is not None or model.embedding_size) and draft is None and not config.hands_over:
+        if (model.media_encoder is not None or model.embedding_size) and takes_media(draft) and not config.hands_over:
             media = DeviceMedia(model.media_encoder, lane, config.rows_max)
         rows = largest_pass_tokens(config) + config.rows_max * (1 + config.beside_newest_max)
         loads = counter_for(model, config, rows)

@@ -49,7 +49,7 @@ class ModelDrafter:
 
     def draft(self, drafting: DraftingRows) -> Tensor:
         """Decode once per draft, up to the largest number of drafts; rows with fewer then write to the scratch page."""
-        rows, stands, newest, page_table, drafts, reach, stands_host = drafting
+        rows, stands, newest, page_table, drafts, reach, stands_host, _ = drafting
         count, tokens, found = len(drafts), newest, []
         ints = {"dtype": torch.int32, "device": rows.device}
         indptr, at = torch.arange(count + 1, **ints), torch.arange(count, device=rows.device)

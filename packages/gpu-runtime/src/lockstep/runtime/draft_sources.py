@@ -10,15 +10,21 @@ import torch
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import Fp8Activations
+from lockstep.runtime.checkpoint import Checkpoint, CheckpointError, fill_randomly, load
 from lockstep.runtime.memory import explained
-from lockstep.runtime.models import LanguageModel, build_model
-from lockstep.runtime.models.draft_heads import DraftHead, eagle_head, mtp_head
+from lockstep.runtime.models import Decoder, LanguageModel, build_model
+from lockstep.runtime.models.draft_heads import MTP, DraftHead, MtpHead, check_whole, eagle_head
 from lockstep.runtime.models.packed import pack_matrices
 from lockstep.runtime.rank_wire import RankSettings
 
 Draft: TypeAlias = LanguageModel | DraftHead
 TREES = ("cpu", "reference")
 """Attention backends with a mask for each row."""
+
+
+def takes_media(draft: Draft | None) -> bool:
+    """Return whether prompts may have media beside what drafts; None: n-grams, or nothing."""
+    return draft is None or (isinstance(draft, DraftHead) and draft.takes_media)
 
 
 def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> None:
@@ -66,7 +72,7 @@ def draft_of(settings: RankSettings, method: object, model: LanguageModel, dtype
     Raises: ConfigError if the folder holds something else, or does not fit the model.
     """
     if method == "mtp":
-        return mtp_head(settings.model, model, settings.random_weights_seed)
+        return _mtp_head(settings.model, model, settings.random_weights_seed)
     assert settings.draft_model is not None
     if method == "eagle":
         return eagle_head(settings.draft_model, model)
@@ -85,3 +91,38 @@ def _draft_model(settings: RankSettings, folder: str, model: LanguageModel, dtyp
             "hint: take a model that generates, of the same family"
         )
     return draft
+
+
+def _mtp_head(folder: str | Path, model: LanguageModel, random_weights_seed: int | None) -> DraftHead:
+    """Return the MTP layer of the model's own folder; with a seed, one with random weights.
+
+    Raises: ConfigError if the folder has none.
+    """
+    check_whole(model, "mtp")
+    with torch.no_grad():
+        head = _mtp_layer(model)
+        if random_weights_seed is not None:
+            fill_randomly(head.tensors(), random_weights_seed)
+        else:
+            with Checkpoint(Path(folder)) as checkpoint:
+                if f"{MTP}.fc.weight" not in checkpoint.stored:
+                    raise CheckpointError(
+                        folder,
+                        [f"{MTP}.fc.weight: missing, and with it the layer that drafts"],
+                        "another method of drafts",
+                    )
+                wanted = list(head.tensors(checkpoint.stored))
+                load(wanted, checkpoint, surplus=lambda name: not name.startswith(f"{MTP}."))
+        head.prepare()
+    return head.eval()
+
+
+def _mtp_layer(model: LanguageModel) -> DraftHead:
+    """Return the MTP layer of a model without weights, of the code that runs the model. Raises ConfigError."""
+    if isinstance(model, Decoder):
+        return MtpHead(model)
+    from lockstep.runtime.from_transformers.decoder import TransformersDecoder
+    from lockstep.runtime.from_transformers.mtp import LibraryMtpHead
+
+    assert isinstance(model, TransformersDecoder), "a model that generates is a decoder"
+    return LibraryMtpHead(model)

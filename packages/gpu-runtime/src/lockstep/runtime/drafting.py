@@ -46,6 +46,7 @@ class DraftingRows(NamedTuple):
         rows: int64 [rows], indices of `page_table`, int32 [table rows, width].
         stands: int64 [rows], positions of the newest tokens; `stands_host`: upper bounds of them, exact if the
             attention backend requires exact lengths.
+        rope_offsets: int64 [3, rows], what tokens behind the prompts add to their positions; None: nothing.
         newest: int64 [rows], the newest tokens; `observe_batch` has not received them yet.
         drafts: int32 [rows], requested drafts of each row; at least one row has at least one.
         reach: int64 [rows], the last position for which a row has a page, that of its last draft.
@@ -58,6 +59,7 @@ class DraftingRows(NamedTuple):
     drafts: Int32s
     reach: Tensor
     stands_host: Int32s
+    rope_offsets: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -124,7 +126,7 @@ class NgramDrafter:
 
     def draft(self, drafting: DraftingRows) -> Tensor:
         """Draft; see `Drafter`. Time and memory are proportional to rows x the longest row, at most WINDOW."""
-        rows, stands, newest, page_table, drafts, _, stands_host = drafting
+        rows, stands, newest, page_table, drafts, _, stands_host, _ = drafting
         width = min(int(stands_host.max()), WINDOW) + 1
         # Column c is position first + c. The newest token is in the last column, because its slot may not hold it yet.
         positions = (stands - (width - 1))[:, None] + torch.arange(width, device=rows.device)

@@ -509,6 +509,7 @@ class Executor:
         if graphs is None or self.drafter is not None or self.canary is not None:
             batch = self._batch(launched.states, one, tensors, received)
             batch.media, batch.rope_offsets, batch.ranks = media, offsets, ranks
+            batch.rope_offsets_before = self.media.offsets(one, back=1) if reads and self.media is not None else None
             batch.token_types = self._token_types(one)
             if self.layers is not None and launched.plan.layers is not None:
                 batch.layers, batch.hidden = launched.plan.layers, self.layers.before(launched.plan)
@@ -608,9 +609,9 @@ class Executor:
         if drafted.any():
             assert self.drafter is not None
             reach = there.stands + self.lane.upload(drafted)
-            drafting = DraftingRows(
-                there.rows, there.stands, newest, self.tables.page_table, drafted, reach, stands_host
-            )
+            offsets = None if self.media is None else self.media.offsets_behind(verifying.rows)
+            table = self.tables.page_table
+            drafting = DraftingRows(there.rows, there.stands, newest, table, drafted, reach, stands_host, offsets)
             if verifying.tree is not None:
                 return cast("TreeDrafter", self.drafter).draft_tree(drafting, verifying.tree)
             guessed = self.drafter.draft(drafting)

@@ -107,6 +107,7 @@ class ForwardBatch:
     states: StateView | None = None  # None: no layer keeps a state; or, in a trial of memory, none is stored
     media: MediaRows | None = None  # None: all new tokens are tokens
     rope_offsets: Tensor | None = None  # int64 [3, tokens], to add to positions: time, height, width; None: all are 0
+    rope_offsets_before: Tensor | None = None  # those of the tokens before, for a head that drafts
     ranks: RankTokens | None = None  # of all data-parallel ranks; None: the pass is of this rank alone
     tree: TreeRows | None = None  # rows with a tree of drafts; None: every row attends causally
     token_types: Tensor | None = None  # int64 [tokens], types of the tokens of a prompt; None: all are 0

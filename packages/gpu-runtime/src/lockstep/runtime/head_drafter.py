@@ -9,6 +9,9 @@ equal prefixes have equal KV of the head, as of the model.
     draft     newest, with the model's features before it     -> likeliest next tokens, and its own features
               each draft that others follow, with the features of the draft before it -> likeliest next tokens, ...
 
+Positions along time, height and width are those of the token with the features, so of the token before, as in engines
+for which MTP layers are trained. Positions of text differ by one for all tokens, which rotary positions do not show.
+
 In a tree, the token before a draft is its parent. The passes of `draft` write KV of the head that the pass behind them
 overwrites, when the model has computed the same tokens.
 """
@@ -63,6 +66,7 @@ class HeadDrafter:
         assert batch.taps is not None
         self.features.index_copy_(0, batch.slots, self.head.read(batch.taps, hidden).to(self.features.dtype))
         batch.taps = None
+        batch.rope_offsets = batch.rope_offsets_before
         before = batch.positions - 1
         if batch.tree is not None:
             tree = batch.tree
@@ -75,7 +79,7 @@ class HeadDrafter:
         rows = batch.rows.to(torch.int64).repeat_interleave(counts, output_size=batch.tokens)
         self.attention.plan(batch)
         features = self._features_at(rows, before, batch.page_table)
-        self.head(batch.token_ids.clamp(min=0), features, batch, self.attention)
+        self.head(features, batch, self.attention)
 
     def moved(self, source: Tensor, target: Tensor) -> None:
         """Move features and KV of the head."""
@@ -125,7 +129,7 @@ class HeadDrafter:
                 positions = rows.stands.index_select(0, of_rows) - 1
                 before = self._features_at(rows.rows.index_select(0, of_rows), positions, rows.page_table)
             self.attention.plan(batch)
-            found, normed = self.head(batch.token_ids, before, batch, self.attention)
+            found, normed = self.head(before, batch, self.attention)
             features[of_rows, of_tree] = found.to(features.dtype)
             likeliest = self.head.likeliest(normed, max(len(behind[number]) for number in at_depth))
             pairs = [
@@ -164,5 +168,6 @@ class HeadDrafter:
             extend_rows=0 if chain else len(of_rows),
             starts_host=(lengths - counts).astype(np.int32),
             lengths_host=lengths,
+            rope_offsets=None if rows.rope_offsets is None else rows.rope_offsets.index_select(1, of_members),
             tree=None if chain else TreeRows(0, standing, numbers.astype(np.int32), shape),
         )

@@ -35,6 +35,7 @@ from lockstep.runtime.tables import ForwardPass
 log = logging.getLogger("lockstep.runtime")
 
 AXES = 3  # time, height, width
+Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 
@@ -169,8 +170,12 @@ class DeviceMedia:
             whole = np.concatenate((places, np.full((AXES, 1), behind, np.int64)), 1)
             self._offsets[row] = whole - np.arange(prompt_tokens + 1)
 
-    def offsets(self, one: ForwardPass) -> Tensor | None:
-        """Return what the tokens of a pass add to their positions, int64 [3, tokens]; None: nothing."""
+    def offsets(self, one: ForwardPass, back: int = 0) -> Tensor | None:
+        """Return what the tokens of a pass add to their positions, int64 [3, tokens]; None: nothing.
+
+        Args:
+            back: a token of a prompt gets the offset of the token that many places before it.
+        """
         rows = one.rows.tolist()
         if all(self._offsets[row] is None for row in rows):
             return None
@@ -184,6 +189,14 @@ class DeviceMedia:
             if i >= given:  # decodes, whose positions are behind the prompt wherever they are
                 added[:, first:stop] = of_row[:, -1:]
             else:
-                places = np.arange(one.starts[i], one.starts[i] + stop - first)
-                added[:, first:stop] = of_row[:, np.minimum(places, of_row.shape[1] - 1)]
+                places = np.arange(one.starts[i], one.starts[i] + stop - first) - back
+                added[:, first:stop] = of_row[:, np.clip(places, 0, of_row.shape[1] - 1)]
         return self._lane.upload(added)
+
+    def offsets_behind(self, rows: Int32s) -> Tensor | None:
+        """Return what tokens behind the prompts of rows add to their positions, int64 [3, rows]; None: nothing."""
+        found = [self._offsets[row] for row in rows.tolist()]
+        if all(one is None for one in found):
+            return None
+        nothing = np.zeros(AXES, np.int64)
+        return self._lane.upload(np.stack([nothing if one is None else one[:, -1] for one in found], 1))

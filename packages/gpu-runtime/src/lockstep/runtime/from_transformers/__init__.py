@@ -11,6 +11,7 @@ library's code, and no row sees another.
     tensors     names of tensors in checkpoints, by the library's conversions
     trial       one small pass: what each layer requires of attention, and that tokens mix nowhere else
     decoder     the model
+    mtp         the layer of a model's checkpoint that drafts
 
 Only this package imports transformers, and only when a model needs it.
 """

@@ -44,7 +44,7 @@ class TransformersDecoder(LanguageModel):
         made = made_on_meta(found.config, found.kind, perceiving=perceiving)
         plan = Plan(made, self.parallel.ranks)
         self.current = CurrentPass()
-        held = _materialise(made, plan, make)
+        held = materialise(made, plan, make)
         self.names = CheckpointNames(made, held, self.parallel.rank, self.parallel.ranks)
         follow(made, plan.styles, self.parallel, self.current)
         self.base = made.base_model
@@ -105,18 +105,12 @@ class TransformersDecoder(LanguageModel):
         """
         if not batch.tokens:
             return torch.empty(0, self.settings.hidden, dtype=self.dtype, device=self.device)
-        given: dict[str, Any] = {"position_ids": batch.positions[None]}
+        given: dict[str, Any] = {}
         if self.media_encoder is None and batch.media is None:
             given["input_ids"] = batch.token_ids[None]
         else:
             given |= self._with_media(batch)
-        self.current.batch, self.current.attention = batch, attention
-        try:
-            out = self.decoder(**given, use_cache=False)
-        finally:
-            self.current.batch = self.current.attention = None
-        hidden: Tensor = out.last_hidden_state[0]
-        return hidden
+        return run_pass(self.decoder, self.current, batch, attention, given)
 
     def expert_layers(self) -> Iterable[CountedExperts]:
         """Return the layers with experts, in their order."""
@@ -124,21 +118,22 @@ class TransformersDecoder(LanguageModel):
 
     def _with_media(self, batch: ForwardBatch) -> dict[str, Any]:
         """Return the arguments of the decoder for a pass in which embeddings may take the place of tokens."""
-        ids = batch.token_ids.clamp(min=0)  # placeholders, and drafts that repeat them
-        given: dict[str, Any] = {}
-        if batch.rope_offsets is not None:
-            axes = batch.positions + batch.rope_offsets
-            given["position_ids"] = torch.cat((batch.positions[None], axes))[:, None]
         if batch.media is None:
-            return given | {"input_ids": ids[None]}
-        embeddings = self.base.get_input_embeddings()(ids)
-        embeddings = embeddings.index_copy(0, batch.media.at, batch.media.embeddings.to(embeddings.dtype))
-        given["inputs_embeds"] = embeddings[None]
+            return {"input_ids": batch.token_ids.clamp(min=0)[None]}
+        given: dict[str, Any] = {"inputs_embeds": self.embed(batch)[None]}
         if batch.media.deeper:
-            is_media = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+            is_media = torch.zeros(batch.tokens, dtype=torch.bool, device=batch.token_ids.device)
             given["visual_pos_masks"] = is_media.index_fill_(0, batch.media.at, True)[None]
             given["deepstack_visual_embeds"] = list(batch.media.deeper)
         return given
+
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        """Return the embeddings of the new tokens, those of media in their places, [tokens, embedding size]."""
+        ids = batch.token_ids.clamp(min=0)  # placeholders, and drafts that repeat them
+        found: Tensor = self.base.get_input_embeddings()(ids)
+        if batch.media is None:
+            return found
+        return found.index_copy(0, batch.media.at, batch.media.embeddings.to(found.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [samples, vocab] of hidden states [samples, hidden] that `forward` returned.
@@ -161,9 +156,11 @@ class TransformersDecoder(LanguageModel):
     def _adapted(self, slots: int, rank: int) -> Iterator[LoraTarget]:
         """Allocate adapter slots, and yield the linear layers that adapters may change."""
         modules = dict(self.decoder.named_modules())
-        absorbed = {id(module.kv_b_proj) for module in modules.values() if is_latent(module)}
+        # adapters follow neither weights that are multiplied elsewhere, nor layers that get a pass's tokens in groups
+        left_out = {id(module.kv_b_proj) for module in modules.values() if is_latent(module)}
+        left_out |= {id(one) for mixer in self.mixers for one in mixer.module.modules()}
         for name, module in modules.items():
-            if id(module) in absorbed:  # its weights are multiplied elsewhere, which adapters do not follow
+            if id(module) in left_out:
                 continue
             if type(module) is nn.Linear:
                 module = RankLinear(module, "", self.parallel, self.current)
@@ -182,6 +179,27 @@ class TransformersDecoder(LanguageModel):
     def surplus(self, name: str) -> bool:
         """Return whether a checkpoint may hold this tensor although it is not read, because it follows from others."""
         return self.names.surplus(name)
+
+
+def run_pass(
+    decoder: nn.Module, current: CurrentPass, batch: ForwardBatch, attention: AttentionBackend, given: dict[str, Any]
+) -> Tensor:
+    """Run a decoder of the library over a pass.
+
+    Args:
+        given: its arguments but for positions: tokens, or embeddings.
+    Returns: the hidden states behind its last norm, [tokens, hidden].
+    """
+    positions = batch.positions[None]
+    if batch.rope_offsets is not None:  # of text, time, height and width
+        positions = torch.cat((positions, batch.positions + batch.rope_offsets))[:, None]
+    current.batch, current.attention = batch, attention
+    try:
+        out = decoder(**given, position_ids=positions, use_cache=False)
+    finally:
+        current.batch = current.attention = None
+    hidden: Tensor = out.last_hidden_state[0]
+    return hidden
 
 
 def _embedding_size(decoder: Any, base: Any) -> int:
@@ -241,7 +259,7 @@ def made_on_meta(config: Any, kind: Any, *, perceiving: bool = False) -> Any:
         raise ConfigError(f"{kind.__name__} cannot run by transformers' code here: {why}") from error
 
 
-def _materialise(model: Any, plan: Plan, make: Maker) -> list[Held]:
+def materialise(model: Any, plan: Plan, make: Maker) -> list[Held]:
     """Allocate this rank's parameters and all buffers, compute what is not stored, and list what is."""
     wide = tuple(model._keep_in_fp32_modules_strict or ())
     if make.dtype == torch.float16:

@@ -86,6 +86,7 @@ class Mixer:
 
     def __init__(self, module: nn.Module, current: CurrentPass) -> None:
         self.name, self.layer = type(module).__name__, getattr(module, "layer_idx", None)
+        self.module = module
         self.inner, self.current = module.forward, current
         self.signature = inspect.signature(self.inner)
         self.cache_name = next((one for one in CACHE_NAMES if one in self.signature.parameters), "")

@@ -189,11 +189,15 @@ class Decoder(LanguageModel):
         if batch.hidden is not None:
             residual, added = batch.hidden.unbind()
             return residual, added
+        return self.embed(batch), None
+
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        """Return the embeddings of the new tokens, those of media in their places, [tokens, hidden]."""
         assert self.embeddings is not None
         if batch.media is None:
-            return self.embeddings.embed(batch.token_ids), None
+            return self.embeddings.embed(batch.token_ids)
         found = self.embeddings.embed(batch.token_ids.clamp(min=0))  # placeholders are negative
-        return found.index_copy(0, batch.media.at, batch.media.embeddings.to(found.dtype)), None
+        return found.index_copy(0, batch.media.at, batch.media.embeddings.to(found.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [samples, vocab] of hidden states [samples, hidden] that `forward` returned.

@@ -12,13 +12,14 @@ the model; the layer attends from the norms of embedding and features side by si
 model's (`d2t`: what to add to a token of the head to get the model's).
 
 MTP (DeepSeek-V3, arXiv 2412.19437, section 2.2), `mtp.*` of the model's own folder: the features are what the model
-returns; `fc` joins the norms of both for an ordinary layer of the model; embeddings and logits are the model's.
+returns; `fc` joins the norms of both for an ordinary layer of the model; embeddings and logits are the model's. The
+layer of a model that transformers' code runs is in from_transformers/mtp.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.attention.rules import LayerRules
-from lockstep.runtime.checkpoint import Checkpoint, CheckpointError, TensorSpec, fill_randomly, load, read_config
+from lockstep.runtime.checkpoint import Checkpoint, TensorSpec, load, read_config
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.models.decoder import Decoder, Layer
 from lockstep.runtime.models.language_model import LanguageModel
@@ -51,14 +52,17 @@ class DraftHead(nn.Module, ABC):
     rules: tuple[LayerRules, ...] = ()
     kv_scales: tuple[tuple[float, float], ...] | None = None
     taps: tuple[int, ...] = ()  # layers of the model whose inputs it reads
+    takes_media: bool = False  # whether it takes embeddings of media in place of those of tokens
 
-    def __init__(self, model: LanguageModel, settings: ModelSettings, features: int) -> None:
+    def __init__(self, model: LanguageModel, settings: ModelSettings) -> None:
         super().__init__()
-        self.settings, self.features = settings, features
+        self.features = settings.hidden
         self.dtype, self.device = model.dtype, model.device
         self.heads, self.kv_heads, self.head_dim = settings.heads, settings.kv_heads, settings.head_dim
         self.scale = settings.head_dim**-0.5
-        self.rotary = Rotary(settings.rope, settings.head_dim, model.dtype, model.device)
+
+    def prepare(self) -> None:
+        """Complete the head when its weights are in place. Raises ConfigError for one that cannot run."""
 
     @property
     def weight_bytes(self) -> int:
@@ -74,10 +78,8 @@ class DraftHead(nn.Module, ABC):
         """
 
     @abstractmethod
-    def forward(
-        self, token_ids: Tensor, before: Tensor, batch: ForwardBatch, attention: AttentionBackend
-    ) -> tuple[Tensor, Tensor]:
-        """Return features of tokens, [tokens, features], and what `logits` takes, [tokens, hidden].
+    def forward(self, before: Tensor, batch: ForwardBatch, attention: AttentionBackend) -> tuple[Tensor, Tensor]:
+        """Return features of the tokens of a pass, [tokens, features], and what `logits` takes, [tokens, hidden].
 
         Args:
             before: [tokens, features], of the token before each.
@@ -100,8 +102,12 @@ class DraftHead(nn.Module, ABC):
         return tokens
 
     @abstractmethod
-    def tensors(self) -> Iterator[TensorSpec]:
-        """Yield the tensors of a checkpoint that fill the head."""
+    def tensors(self, stored: Collection[str] = ()) -> Iterator[TensorSpec]:
+        """Yield the tensors of a checkpoint that fill the head.
+
+        Args:
+            stored: the names in the checkpoint, for heads that are stored in several layouts.
+        """
 
 
 class EagleHead(DraftHead):
@@ -117,7 +123,8 @@ class EagleHead(DraftHead):
         Raises: ConfigError for settings that do not fit the model.
         """
         settings = read_decoder(config, architecture=EAGLE3)
-        super().__init__(model, settings, settings.hidden)
+        super().__init__(model, settings)
+        self.rotary = Rotary(settings.rope, settings.head_dim, model.dtype, model.device)
         if settings.vocab != model.settings.vocab:
             raise ConfigError(
                 f"`draft_model` has {settings.vocab:,} tokens, the model {model.settings.vocab:,}\n"
@@ -170,11 +177,9 @@ class EagleHead(DraftHead):
         found = [tap for one in self.taps if (tap := taps[one]) is not None]
         return nn.functional.linear(torch.cat(found, 1), self.fc)
 
-    def forward(
-        self, token_ids: Tensor, before: Tensor, batch: ForwardBatch, attention: AttentionBackend
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, before: Tensor, batch: ForwardBatch, attention: AttentionBackend) -> tuple[Tensor, Tensor]:
         """Return features, which are sums before the last norm, and their norm."""
-        embedded = self._shared[0].embed(token_ids)
+        embedded = self._shared[0].embed(batch.token_ids)
         joined = torch.cat((self.norm_embedding(embedded, None)[1], self.norm_features(before, None)[1]), 1)
         attended = self.attention(joined, self.rotary(batch.positions), batch, attention)
         residual, normed = self.mlp_norm(before, attended)
@@ -189,7 +194,7 @@ class EagleHead(DraftHead):
         """Return tokens of the model for tokens of the head."""
         return tokens if self.d2t is None else tokens + self.d2t[tokens]
 
-    def tensors(self) -> Iterator[TensorSpec]:
+    def tensors(self, stored: Collection[str] = ()) -> Iterator[TensorSpec]:
         """Yield the tensors of a checkpoint that fill the head."""
         if self.embeddings is not None:
             yield from self.embeddings.tensors("embed_tokens")
@@ -208,9 +213,12 @@ class EagleHead(DraftHead):
 class MtpHead(DraftHead):
     """A layer for multi-token prediction in the checkpoint of the model itself."""
 
+    takes_media = True
+
     def __init__(self, model: Decoder) -> None:
         settings = model.settings
-        super().__init__(model, settings, settings.hidden)
+        super().__init__(model, settings)
+        self.rotary = Rotary(settings.rope, settings.head_dim, model.dtype, model.device)
         make, hidden = Maker(model.dtype, model.device), settings.hidden
         first = model.stack[0]
         assert isinstance(first, Layer)
@@ -219,19 +227,15 @@ class MtpHead(DraftHead):
         self.fc = make.empty(hidden, 2 * hidden)
         self.layer = Layer(make, 0, settings, first.attention.query_norm is not None)
         self.norm = RmsNorm(make, hidden, settings.norm_eps)
-        assert model.embeddings is not None
-        assert model.head is not None
-        self._shared = [model.embeddings, model.head]  # in a list, so that they are no parameters of the head
+        self._model = [model]  # in a list, so that its parameters are not those of the head
 
     def read(self, taps: Mapping[int, Tensor | None], hidden: Tensor) -> Tensor:
         """Return what the model returned."""
         return hidden
 
-    def forward(
-        self, token_ids: Tensor, before: Tensor, batch: ForwardBatch, attention: AttentionBackend
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, before: Tensor, batch: ForwardBatch, attention: AttentionBackend) -> tuple[Tensor, Tensor]:
         """Return the hidden states behind the last norm, twice."""
-        embedded = self._shared[0].embed(token_ids)
+        embedded = self._model[0].embed(batch)
         joined = torch.cat((self.norm_embedding(embedded, None)[1], self.norm_features(before, None)[1]), 1)
         mixed = nn.functional.linear(joined, self.fc)
         residual, added = self.layer(mixed, None, self.rotary(batch.positions), batch, attention)
@@ -240,9 +244,9 @@ class MtpHead(DraftHead):
 
     def logits(self, normed: Tensor) -> Tensor:
         """Return logits of the model's tokens."""
-        return self._shared[1].logits(normed)
+        return self._model[0].logits(normed)
 
-    def tensors(self) -> Iterator[TensorSpec]:
+    def tensors(self, stored: Collection[str] = ()) -> Iterator[TensorSpec]:
         """Yield the tensors of a checkpoint that fill the head."""
         yield TensorSpec(f"{MTP}.fc.weight", tuple(self.fc.shape), self.fc.data)
         yield from self.norm_embedding.tensors(f"{MTP}.pre_fc_norm_embedding")
@@ -251,20 +255,27 @@ class MtpHead(DraftHead):
         yield from self.norm.tensors(f"{MTP}.norm")
 
 
-def _decoder_of(model: LanguageModel, method: str) -> Decoder:
-    """Return the model as one of our own decoders. Raises ConfigError for another one."""
-    if not isinstance(model, Decoder) or model.is_part or not model.settings.generates:
-        kind = "split over ranks or stages" if model.is_part else f"a {model.settings.architecture}"
-        raise ConfigError(
-            f"`speculative_method` is {method}, but the model is {kind}: heads draft for models that one process runs "
-            "with our own code\nhint: ngram or draft_model; --model-backend native names the families"
+def check_whole(model: LanguageModel, method: str) -> None:
+    """Raise ConfigError for a model that other processes have parts of, or that draws no tokens."""
+    if model.is_part or not model.settings.generates:
+        kind = (
+            "split over ranks or stages" if model.is_part else f"a {model.settings.architecture}, which draws nothing"
         )
-    return model
+        raise ConfigError(
+            f"`speculative_method` is {method}, but the model is {kind}: heads draft for models that one process runs\n"
+            "hint: ngram or draft_model"
+        )
 
 
 def eagle_head(folder: str | Path, model: LanguageModel) -> DraftHead:
     """Return the EAGLE-3 head of a folder. Raises ConfigError if it is none, or does not fit the model."""
-    decoder, config = _decoder_of(model, "eagle"), dict(read_config(Path(folder)))
+    check_whole(model, "eagle")
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"`speculative_method` is eagle, but transformers' code runs {model.settings.architecture}: heads of "
+            "EAGLE-3 read layers of our own code\nhint: ngram or mtp; --model-backend native names the families"
+        )
+    config = dict(read_config(Path(folder)))
     names = config.get("architectures") or ["none"]
     if names[0] != EAGLE3:
         raise ConfigError(
@@ -274,26 +285,6 @@ def eagle_head(folder: str | Path, model: LanguageModel) -> DraftHead:
     with torch.no_grad(), Checkpoint(Path(folder)) as checkpoint:
         prefix = "layers.0" if any(name.startswith("layers.0.") for name in checkpoint.stored) else "midlayer"
         own = "embed_tokens.weight" in checkpoint.stored
-        head = EagleHead(config, decoder, own_embeddings=own, prefix=prefix)
+        head = EagleHead(config, model, own_embeddings=own, prefix=prefix)
         load(list(head.tensors()), checkpoint, surplus=lambda name: name == "t2d")
-    return head.eval()
-
-
-def mtp_head(folder: str | Path, model: LanguageModel, random_weights_seed: int | None = None) -> DraftHead:
-    """Return the MTP layer of the model's own folder; with a seed, one with random weights.
-
-    Raises: ConfigError if the folder has none.
-    """
-    decoder = _decoder_of(model, "mtp")
-    with torch.no_grad():
-        head = MtpHead(decoder)
-        if random_weights_seed is not None:
-            fill_randomly(head.tensors(), random_weights_seed)
-            return head.eval()
-        with Checkpoint(Path(folder)) as checkpoint:
-            if f"{MTP}.fc.weight" not in checkpoint.stored:
-                raise CheckpointError(
-                    folder, [f"{MTP}.fc.weight: missing, and with it the layer that drafts"], "another method of drafts"
-                )
-            load(list(head.tensors()), checkpoint, surplus=lambda name: not name.startswith(f"{MTP}."))
     return head.eval()
