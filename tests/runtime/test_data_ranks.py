@@ -24,6 +24,7 @@ from lockstep.host.errors import EngineStopped, killed_from_outside  # noqa: E40
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.forward import RankTokens  # noqa: E402
 from lockstep.runtime.models.layers import SharedRows  # noqa: E402
+from tests.support.feature_campaign import most_in_flight  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
 from tests.support.model_engines import CPU, DENSE, EXPERTS, KINDS, OF_ENGINE, ranks_of  # noqa: E402
 from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
@@ -78,13 +79,15 @@ def test_requests_on_ranks_equal_one_engine(name: str, folders: dict[str, Path],
         assert len({tuple(answer.token_ids) for answer in found}) > len(asked) // 2, (
             "of tokens that are all alike little is learnt"
         )
-    plans, retracted = [], 0
+    plans, retracted, deepest = [], 0, 0
     for rank, llm in enumerate(llms):
         steps = list(fold(tmp_path / f"rank{rank}"))
         assert replay(tmp_path / f"rank{rank}").digest == llm.host.engine.digest
         plans.append([one.plan for _, step in steps for one in step.commands if isinstance(one, LaunchBatch)])
+        deepest = max(deepest, most_in_flight(steps))
         retracted += sum(isinstance(event, RequestRetracted) for _, step in steps for event in step.decided)
     assert bool(retracted) == ("retract_every" in sched)
+    assert deepest == 1 + sched.get("overlap_depth", 0)
     fewest = min(map(len, plans))  # ranks are stopped at different times
     assert [plan.ranks for plan in plans[0][:fewest]] == [plan.ranks for plan in plans[-1][:fewest]]
     modes, paddings = (
