@@ -137,7 +137,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "draft model": {"speculative_method": "draft_model", "num_speculative_tokens": 3, "draft_model": "demo"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     "host memory": {"host_cache_gb": 0.05},
-    "retraction": {"decode": {"retract_every": 5}},
+    "retraction": {"decode": {"retract_every": 5, "num_reserved_decode_tokens": 16}},
 }
 
 
@@ -156,6 +156,7 @@ def test_a_model_answers_as_one_engine(name: str, expected: list[list[int]], tmp
         side = second.handover
         assert isinstance(side, DecodeSide)
         assert (side.counts.done, side.counts.failed) == (len(expected), 0)
+        assert bool(second.stats().engine.counts.retractions) == ("retract_every" in decode)
 
 
 def test_logprobs_hidden_states_and_samples_go_with_the_prompt(tmp_path: Path) -> None:
