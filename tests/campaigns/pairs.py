@@ -9,7 +9,8 @@
 The cases are the rows of "Which pairs are tested on tensors" in docs/distributed.md, and each feature alone, with an
 overlap of 1 and of 2. Prompts share beginnings, running requests are retracted by force, one request in ten is
 cancelled at a random time, and the canary checks every KV slot before it is read. The journal of each engine is
-replayed. The last column has what must have happened at least once. Exit status 1 after any fault.
+replayed. The last column has what must have happened at least once (with fewer than 60 requests, loads from host memory
+and storage may be missing). Exit status 1 after any fault.
 """
 
 from __future__ import annotations

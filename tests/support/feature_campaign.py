@@ -37,6 +37,8 @@ Kind = Literal["demo", "adapters", "sessions", "dense", "experts"]
 Layout = Literal["one", "roles", "ranks"]
 
 CLEAR = 2e-3  # of logprobs; ranks in float32 differ by less than a tenth of it
+RARE = ("host tokens", "storage tokens")
+MANY = 60  # requests, from which on what is rare must happen
 ABORTED = 0.1  # share of requests
 TOGETHER = 16  # requests that are sent at the same time
 TURNS = 5
@@ -126,7 +128,8 @@ PAIRS: list[Case] = [
     Case(name="stages, overlap of 1 and 2", variant="2 stages", options={"pp": 2}),
     Case(
         name="stages, overlap of 1 and 2", variant="4 stages, mixed",
-        options={"pp": 4, "pp_async_batch_depth": 1, "batching": "mixed", "reserve": "on_demand"},
+        options={"pp": 4, "pp_async_batch_depth": 1, "batching": "mixed", "reserve": "on_demand"}
+        | {"max_running_requests": 12}, retract_every=2,
     ),
     *(
         Case(name="tiers, overlap of 1 and 2, several steps, drafts", variant=f"several steps, {policy}",
@@ -315,7 +318,11 @@ class Outcome:
 
     def judge(self) -> None:
         """Add a fault for everything that should have happened and did not."""
-        self.faults += [f"{mark}: none" for mark, count in self.marks.items() if not count]
+        self.faults += [
+            f"{mark}: none"
+            for mark, count in self.marks.items()
+            if not count and (mark not in RARE or self.requests >= MANY)
+        ]
         self.faults += [
             f"engine {number}: the canary verified no slot" for number, one in enumerate(self.slots) if not one
         ]
@@ -348,6 +355,7 @@ def running(case: Case, models: Models, overlap: int, place: Path) -> Iterator[R
         given["storage"] = str(models.folder / f"kv of {case.title}")  # kept for the next depth of overlap
     forced = {"retract_every": case.retract_every}
     if case.layout == "roles":
+        forced["num_reserved_decode_tokens"] = 16  # by default one request would reserve the whole pool
         sides = ({**case.prefill, "journal": place / "prefill"}, {**case.decode, **forced, "journal": place / "decode"})
         with engines(place, *sides, **given) as (first, second):
             yield Running([first, second], [second])
@@ -540,7 +548,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     rows = [
         (
             one.name, str(one.requests), str(one.ended), str(one.aborted), " + ".join(f"{n:,}" for n in one.slots),
-            str(one.journals), f"{one.seconds:.1f}", ", ".join(f"{mark} {count:,}" for mark, count in one.marks.items()),
+            str(one.journals), f"{one.seconds:.1f}", ", ".join(f"{mark} {n:,}" for mark, n in one.marks.items()),
         )
         for one in outcomes
     ]  # fmt: skip
