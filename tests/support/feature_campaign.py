@@ -61,7 +61,7 @@ class Case:
 
     Args:
         name: the pair, as in the table of docs/distributed.md, or a feature.
-        variant: tells cases of one name apart.
+        variant: which of the cases with this name it is.
         layout: one engine; a prefill and a decode engine; data-parallel ranks, of which each is an engine.
         options: of all engines; `prefill` and `decode` add to them.
         overlaps: depths of overlap, each a check of its own.
