@@ -10,7 +10,8 @@ The cases are the rows of "Which pairs are tested on tensors" in docs/distribute
 overlap of 1 and of 2. Prompts share beginnings, running requests are retracted by force, one request in ten is
 cancelled at a random time, and the canary checks every KV slot before it is read. The journal of each engine is
 replayed. The last column has what must have happened at least once (with fewer than 60 requests, loads from host memory
-and storage may be missing). Exit status 1 after any fault.
+and storage may be missing). Pairs that engines refuse follow, with the first line of each error. Exit status 1 after
+any fault.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tempfile
 from pathlib import Path
 
 from tests.support.feature_campaign import CASES, Case, Models, Outcome, campaign, label, table
+from tests.support.refused_pairs import REFUSED, Refused, refusal
 
 LINES = 5  # faults of one check that are printed
 
@@ -48,12 +50,11 @@ def main(arguments: list[str]) -> int:
         print("\n".join(names))
         return 0
     cases = [case for case in CASES if not given.only or any(is_meant(case, part) for part in given.only)]
-    if not cases:
+    if not cases and not any(part in one.name for part in given.only for one in REFUSED):
         parser.error(f"no case has a name with {' or '.join(given.only)}; see --list")
     seed = random.SystemRandom().randrange(2**31) if given.seed is None else given.seed
     again = f"python -m tests.campaigns.pairs --seed {seed} --requests {given.requests}"
     print(f"seed {seed}: {again}{''.join(f' --only {shlex.quote(part)}' for part in given.only)}", flush=True)
-    logging.disable(logging.WARNING)
 
     def progress(one: Outcome) -> None:
         print(f"{'failed' if one.faults else 'right':6}  {one.seconds:6.1f} s  {one.name}", flush=True)
@@ -66,11 +67,25 @@ def main(arguments: list[str]) -> int:
         place = Path(name)
         models = Models(place, seed=seed, requests=given.requests)
         outcomes = campaign(cases, models, seed=seed, place=place, progress=progress)
+        refused = [one for one in REFUSED if not given.only or any(part in one.name for part in given.only)]
+        not_refused = [fault for number, one in enumerate(refused) if (fault := _try(one, place / f"refused {number}"))]
     print(table(outcomes))
     failed = [one for one in outcomes if one.faults]
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} checks are right")
-    return 1 if failed else 0
+    print(f"{len(refused) - len(not_refused)} of {len(refused)} refusals are right", *not_refused, sep="\n")
+    return 1 if failed or not_refused else 0
+
+
+def _try(one: Refused, folder: Path) -> str:
+    """Print the error of a refused pair. Returns what is wrong with it; empty if nothing is."""
+    folder.mkdir()
+    try:
+        print(f"refused  {one.name}: {refusal(one, folder).splitlines()[0]}", flush=True)
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     sys.exit(main(sys.argv[1:]))

@@ -186,6 +186,15 @@ def test_logprobs_hidden_states_and_samples_go_with_the_prompt(tmp_path: Path) -
     assert states[0] == pytest.approx(states[1], abs=1e-3)
 
 
+def test_engines_with_other_stages_hand_nothing_over(expected: list[list[int]], tmp_path: Path) -> None:
+    """Pages of a stage have its layers only, so the decode engine computes every prompt itself."""
+    with engines(tmp_path, {"pp": 2}, {}, **SMALL, transfer_failure="recompute") as (_, second):
+        assert [one.token_ids for one in second.generate(real_prompts()[:6], GREEDY)] == expected[:6]
+        side = second.handover
+        assert isinstance(side, DecodeSide)
+        assert (side.counts.done, side.counts.failed) == (0, 6)
+
+
 def test_an_engine_with_a_role_needs_other_engines() -> None:
     with pytest.raises(ConfigError, match="lockstep serve --prefill-engines 1 --decode-engines 1"):
         LLM(**SMALL, role="decode")

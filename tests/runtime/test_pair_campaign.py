@@ -14,6 +14,7 @@ from lockstep.runtime import LLM  # noqa: E402
 from tests.campaigns import pairs  # noqa: E402
 from tests.support import feature_campaign  # noqa: E402
 from tests.support.feature_campaign import CASES, PAIRS, Case, Models, campaign, check, table  # noqa: E402
+from tests.support.refused_pairs import REFUSED, Refused, refusal  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "distributed.md"
 SHORT = [
@@ -73,10 +74,41 @@ def test_a_check_that_has_checked_nothing_fails(
     assert [fault in one for one in check(case, models, 1, 3, tmp_path).faults] == [True]
 
 
+def rows_of(heading: str) -> list[tuple[str, str]]:
+    """The first two cells of each row of the first table behind some words of the page."""
+    page = PAGE.read_text()
+    lines = page[page.index(heading) :].split("\n\n| ")[1].split("\n\n")[0].splitlines()
+    found = [line.strip("| ").split(" | ") for line in lines[2:]]
+    return [(name, text) for name, text in found]
+
+
 def test_every_pair_of_the_page_is_a_case() -> None:
-    text = PAGE.read_text()
-    rows = re.findall(r"^\| ([^|]+) \| `test_", text[text.index("# Which pairs are tested on tensors") :], re.MULTILINE)
-    assert len(rows) > 15
-    assert sorted(set(rows)) == sorted({case.name for case in PAIRS})
+    names = [name for name, _ in rows_of("# Which pairs are tested on tensors")]
+    assert sorted(names) == sorted({case.name for case in PAIRS})
     titles = [case.title for case in CASES]
     assert len(set(titles)) == len(titles), "a title repeats a case"
+
+
+def test_every_refused_pair_of_the_page_is_tried() -> None:
+    names = {name for name, _ in rows_of("Refused by name on tensors:")}
+    apart = {name for name in names if "split otherwise" in name}  # see test_handover.py
+    assert len(apart) == 1
+    assert names - apart == {one.name for one in REFUSED}
+
+
+QUICK = [one for one in REFUSED if one.model == "demo" and ("pp" in one.options or "attention_dp" in one.options)]
+"""Those that are refused before ranks are started."""
+
+
+@pytest.mark.parametrize("one", QUICK, ids=lambda one: one.words)
+def test_a_pair_is_refused(one: Refused, tmp_path: Path) -> None:
+    assert "hint:" in refusal(one, tmp_path)
+
+
+def test_a_pair_that_is_not_refused_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    works = Refused(name="nothing", options={}, words="never")
+    monkeypatch.setattr(pairs, "REFUSED", [works])
+    assert pairs.main(["--only", "nothing"]) == 1
+    assert "nothing: an engine with {} starts" in capsys.readouterr().out

@@ -328,6 +328,8 @@ class Outcome:
         ]
         if self.journals != len(self.slots):
             self.faults.append(f"{self.journals} of {len(self.slots)} journals were replayed")
+        if not self.aborted and self.requests >= MANY:
+            self.faults.append("no request was aborted")
         if self.ended + self.aborted != self.requests:
             self.faults.append(f"{self.ended} ended and {self.aborted} aborted of {self.requests}")
 
