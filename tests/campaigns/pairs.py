@@ -9,9 +9,9 @@
 The cases are the rows of "Which pairs are tested on tensors" in docs/distributed.md, and each feature alone, with an
 overlap of 1 and of 2. Prompts share beginnings, running requests are retracted by force, one request in ten is
 cancelled at a random time, and the canary checks every KV slot before it is read. The journal of each engine is
-replayed. The last column has what must have happened at least once (with fewer than 60 requests, loads from host memory
-and storage may be missing). Pairs that engines refuse follow, with the first line of each error. Exit status 1 after
-any fault.
+replayed. The last column has what must have happened at least once; with fewer than 60 requests, loads from host memory
+and storage may be missing. Pairs that engines refuse follow, with the first line of each error. Ctrl-C prints the
+table so far. Exit status 1 after any fault.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def main(arguments: list[str]) -> int:
     again = f"python -m tests.campaigns.pairs --seed {seed} --requests {given.requests}"
     print(f"seed {seed}: {again}{''.join(f' --only {shlex.quote(part)}' for part in given.only)}", flush=True)
 
+    outcomes: list[Outcome] = []
+
     def progress(one: Outcome) -> None:
+        outcomes.append(one)
         print(f"{'failed' if one.faults else 'right':6}  {one.seconds:6.1f} s  {one.name}", flush=True)
         if one.faults:
             lines = [*one.faults[:LINES], *([f"{len(one.faults) - LINES} more"] if len(one.faults) > LINES else [])]
@@ -66,7 +69,11 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="pairs-") as name:
         place = Path(name)
         models = Models(place, seed=seed, requests=given.requests)
-        outcomes = campaign(cases, models, seed=seed, place=place, progress=progress)
+        try:
+            campaign(cases, models, seed=seed, place=place, progress=progress)
+        except KeyboardInterrupt:
+            print(f"{table(outcomes)}\nstopped after {len(outcomes)} checks")
+            return 130
         refused = [one for one in REFUSED if not given.only or any(part in one.name for part in given.only)]
         not_refused = [fault for number, one in enumerate(refused) if (fault := _try(one, place / f"refused {number}"))]
     print(table(outcomes))
