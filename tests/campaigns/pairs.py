@@ -79,7 +79,8 @@ def main(arguments: list[str]) -> int:
     print(table(outcomes))
     failed = [one for one in outcomes if one.faults]
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} checks are right")
-    print(f"{len(refused) - len(not_refused)} of {len(refused)} refusals are right", *not_refused, sep="\n")
+    if refused:
+        print(f"{len(refused) - len(not_refused)} of {len(refused)} refusals are right", *not_refused, sep="\n")
     return 1 if failed or not_refused else 0
 
 
