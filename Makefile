@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site pages container docs-test mutants kernel-mutants fast-path-campaign parity fake-cuda-coverage kernel-resources gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign pair-campaign openapi clients schema-campaign bench dist site pages container docs-test mutants kernel-mutants fast-path-campaign parity fake-cuda-coverage kernel-resources gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ kill-campaign: ## 1,000 kills of a server's engine under 32 streams, no token lo
 
 resume-campaign: ## 1,000 kills of engine, worker, launcher and server; clients take their streams up; ARGS="--kills 100"
 	@$(PYTHON) dev.py resume-campaign $(ARGS)
+
+pair-campaign: ## every feature and pair of features on tensors, 200 requests each: one plain engine's tokens; ARGS="--requests 20"
+	@$(PYTHON) dev.py pair-campaign $(ARGS)
 
 openapi:    ## schemathesis against every route of /openapi.json, in an environment of its own; ARGS=--short
 	@$(PYTHON) dev.py openapi $(ARGS)

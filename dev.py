@@ -22,6 +22,7 @@
     python3 dev.py attacks ARGS       requests and connections that are made to cost; the worst delay of another stream
     python3 dev.py kill-campaign ARGS 1,000 kills of a server's engine under 32 streams; --kills 200
     python3 dev.py resume-campaign    kills of every process, below clients that take up their streams; --kills 100
+    python3 dev.py pair-campaign ARGS every feature and pair of features on tensors, 200 requests each; --requests 20
     python3 dev.py openapi ARGS       schemathesis against every route of /openapi.json; --short
     python3 dev.py clients ARGS       public clients, each in an environment of its own, against a server; --list
     python3 dev.py schema-campaign    1,000 random JSON schemas through the demo model; --schemas 100
@@ -268,6 +269,10 @@ def resume_campaign(args):
     return call(PYTHON, "-m", "tests.campaigns.resumption", *args)
 
 
+def pair_campaign(args):
+    return call(PYTHON, "-m", "tests.campaigns.pairs", *args)
+
+
 def openapi(args):
     return call(PYTHON, "-m", "tests.campaigns.openapi", *args)
 
@@ -365,6 +370,7 @@ TASKS = {
     "overload": ("dev", overload),
     "kill-campaign": ("dev", kill_campaign),
     "resume-campaign": ("dev", resume_campaign),
+    "pair-campaign": ("runtime", pair_campaign),
     "openapi": ("dev", openapi),
     "clients": ("dev", clients),
     "schema-campaign": ("runtime", schema_campaign),

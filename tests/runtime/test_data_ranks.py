@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +22,13 @@ from lockstep.core.contract.events import RequestRetracted  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.host.errors import EngineStopped, killed_from_outside  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
-from lockstep.runtime.data_ranks import DataRank  # noqa: E402
-from lockstep.runtime.engine_config import EngineConfig  # noqa: E402
 from lockstep.runtime.forward import RankTokens  # noqa: E402
 from lockstep.runtime.models.layers import SharedRows  # noqa: E402
+from tests.support.feature_campaign import most_in_flight  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
+from tests.support.model_engines import CPU, DENSE, EXPERTS, KINDS, OF_ENGINE, ranks_of  # noqa: E402
 from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
-from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402
 
-DENSE: dict[str, Any] = {**SMALL_QWEN3, "num_hidden_layers": 3, "tie_word_embeddings": True}
-EXPERTS: dict[str, Any] = {
-    **DENSE,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [1],
-}
-SMALL: dict[str, Any] = {"device": "cpu", "grammar_backend": "none"}
-OF_ENGINE: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 48, "max_running_requests": 12, "pages": 600}
 COUNTS = {"dense, overlap": 200}  # of requests; of the others 60, since they take as long
 SETS: dict[str, tuple[dict[str, Any], int, dict[str, Any], dict[str, Any]]] = {
     "dense, overlap": (DENSE, 2, {}, {"overlap_depth": 1, "retract_every": 7}),
@@ -62,7 +45,6 @@ SETS: dict[str, tuple[dict[str, Any], int, dict[str, Any], dict[str, Any]]] = {
         {"speculative_method": "ngram", "num_speculative_tokens": 3, "overlap_depth": 1, "batching": "mixed"},
     ),
 }
-KINDS: list[dict[str, Any]] = [{}, {}, {"temperature": 1.0, "top_k": 20, "seed": 3}, {"logprobs": 2}]
 
 
 @pytest.fixture(scope="module")
@@ -75,39 +57,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 REQUESTS = requests_with_shared_beginnings(200, KINDS)
 
 
-@contextmanager
-def ranks_of(
-    folder: Path, ranks: int, place: Path, options: dict[str, Any], sched: dict[str, Any], **more: Any
-) -> Iterator[list[LLM]]:
-    """All ranks of one engine, of which every one starts in a thread of its own, since they wait for each other."""
-    place.mkdir(exist_ok=True)
-
-    def make(rank: int) -> LLM:
-        config = EngineConfig(
-            **{**SMALL, **options, **more},
-            tp=ranks,
-            attention_dp=ranks,
-            rank_schedulers=True,
-            data_rank=DataRank(rank, ranks, place),
-            journal=place / f"rank{rank}",
-            sched={**OF_ENGINE, **sched},
-        )
-        return LLM(folder, config)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        made = list(pool.map(make, range(ranks)))
-    try:
-        yield made
-    finally:
-        for llm in made:
-            llm.close()
-
-
 @pytest.mark.parametrize("name", SETS)
 def test_requests_on_ranks_equal_one_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     model, ranks, options, sched = SETS[name]
     folder, rng, asked = folders[model["model_type"]], random.Random(4), REQUESTS[: COUNTS.get(name, 60)]
-    with LLM(folder, **SMALL, **OF_ENGINE) as single:
+    with LLM(folder, **CPU, **OF_ENGINE) as single:
         expected = single.generate([prompt for prompt, _ in asked], [params for _, params in asked])
     with ranks_of(folder, ranks, tmp_path, options, sched) as llms:
         used = [min(rng.randrange(2 * ranks), ranks - 1) for _ in asked]  # most of them on the last rank
@@ -125,13 +79,15 @@ def test_requests_on_ranks_equal_one_engine(name: str, folders: dict[str, Path],
         assert len({tuple(answer.token_ids) for answer in found}) > len(asked) // 2, (
             "of tokens that are all alike little is learnt"
         )
-    plans, retracted = [], 0
+    plans, retracted, deepest = [], 0, 0
     for rank, llm in enumerate(llms):
         steps = list(fold(tmp_path / f"rank{rank}"))
         assert replay(tmp_path / f"rank{rank}").digest == llm.host.engine.digest
         plans.append([one.plan for _, step in steps for one in step.commands if isinstance(one, LaunchBatch)])
+        deepest = max(deepest, most_in_flight(steps))
         retracted += sum(isinstance(event, RequestRetracted) for _, step in steps for event in step.decided)
     assert bool(retracted) == ("retract_every" in sched)
+    assert deepest == 1 + sched.get("overlap_depth", 0)
     fewest = min(map(len, plans))  # ranks are stopped at different times
     assert [plan.ranks for plan in plans[0][:fewest]] == [plan.ranks for plan in plans[-1][:fewest]]
     modes, paddings = (
@@ -224,4 +180,4 @@ def test_rows_of_ranks_lie_where_their_layout_says() -> None:
 )
 def test_layouts_that_ranks_do_not_have_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LLM(**SMALL, **options)
+        LLM(**CPU, **options)

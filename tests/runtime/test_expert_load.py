@@ -25,9 +25,9 @@ from lockstep.runtime.forward import RankTokens  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.models.experts import Experts  # noqa: E402
 from lockstep.runtime.models.stage import ExpertSplit  # noqa: E402
-from tests.runtime.test_data_ranks import DENSE, EXPERTS, ranks_of  # noqa: E402
 from tests.runtime.test_models import Ranks  # noqa: E402
 from tests.support.architectures import ARCHITECTURES, HYBRIDS, save_architecture  # noqa: E402
+from tests.support.model_engines import DENSE, EXPERTS, ranks_of  # noqa: E402
 from tests.support.model_passes import Passes  # noqa: E402
 from tests.support.small_llm import write_weights  # noqa: E402
 

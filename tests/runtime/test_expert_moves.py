@@ -21,7 +21,7 @@ from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.errors import EngineStopped  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.models.expert_slots import ExpertSlots, move_experts  # noqa: E402
-from tests.runtime.test_data_ranks import EXPERTS, OF_ENGINE  # noqa: E402
+from tests.support.model_engines import EXPERTS, OF_ENGINE  # noqa: E402
 from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
 
 PLAIN: dict[str, Any] = {"device": "cpu", "grammar_backend": "none", **OF_ENGINE}

@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 from lockstep.runtime import LLM, Params, triton_trial  # noqa: E402
 from lockstep.runtime.models.expert_slots import ExpertSlots, move_experts  # noqa: E402
-from tests.runtime.test_data_ranks import EXPERTS  # noqa: E402
 from tests.support.fake_cuda import DEVICE, FakeCuda  # noqa: E402
+from tests.support.model_engines import EXPERTS  # noqa: E402
 from tests.support.small_llm import write_weights  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -20,11 +20,11 @@ from lockstep.runtime.draft_tree import part_of, right_paths, shape_of  # noqa: 
 from lockstep.runtime.drafting import places_of  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from lockstep.runtime.quantized import activations  # noqa: E402
-from tests.runtime.test_data_ranks import EXPERTS  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
 from tests.support.fake_cuda import DEVICE, FakeCuda  # noqa: E402
 from tests.support.flashinfer_wrappers import Wrapper, flashinfer_module  # noqa: E402
 from tests.support.heads import saved_with_mtp  # noqa: E402
+from tests.support.model_engines import EXPERTS  # noqa: E402
 from tests.support.quantize import write  # noqa: E402
 from tests.support.small_llm import write_weights  # noqa: E402
 from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402

@@ -9,9 +9,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +23,10 @@ from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.handover.decode import DecodeSide  # noqa: E402
-from lockstep.host.handover.prefill import PrefillSide  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
+from tests.support.model_engines import engines  # noqa: E402
 from tests.support.pair import Pair, pages_held  # noqa: E402
 from tests.support.small_runtime import alone, small_config  # noqa: E402
 
@@ -124,27 +121,6 @@ def real_prompts(many: int = 24) -> list[list[int]]:
     return [rng.choice(beginnings) + [rng.randrange(3, 2000) for _ in range(5)] for _ in range(many)]
 
 
-@contextmanager
-def engines(folder: Path, prefill: dict[str, Any], decode: dict[str, Any], **both: Any) -> Iterator[tuple[LLM, LLM]]:
-    """A prefill and a decode engine of the demo model; requests to the second one use both."""
-    address = f"unix:{folder}/kv"
-    shared = {**SMALL, **both}
-    with (
-        LLM(**shared, **prefill, role="prefill", hand_over=lambda kv: PrefillSide(kv, address)) as first,
-        LLM(**shared, **decode, role="decode", hand_over=lambda kv: DecodeSide(kv, lambda _: address)) as second,
-    ):
-        submit, rooms, side = second.host.submit, count(step=100), second.handover
-        assert isinstance(side, DecodeSide)
-
-        def submit_in_room(request: Any, *sinks: Any, **more: Any) -> int:
-            room = next(rooms)
-            side.route(room, 0)
-            return submit(msgspec.structs.replace(request, transfer_room=room), *sinks, **more)
-
-        second.host.submit = submit_in_room  # type: ignore[method-assign]
-        yield first, second
-
-
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     with LLM(**SMALL) as llm:
@@ -161,7 +137,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "draft model": {"speculative_method": "draft_model", "num_speculative_tokens": 3, "draft_model": "demo"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     "host memory": {"host_cache_gb": 0.05},
-    "retraction": {"decode": {"retract_every": 5}},
+    "retraction": {"decode": {"retract_every": 5, "num_reserved_decode_tokens": 16}},
 }
 
 
@@ -174,12 +150,13 @@ def test_a_model_answers_as_one_engine(name: str, expected: list[list[int]], tmp
     if name == "fp8":
         with LLM(**SMALL, **both) as plain:
             expected = [answer.token_ids for answer in plain.generate(real_prompts(), GREEDY)]
-    with engines(tmp_path, prefill, decode, **both) as (_, second):
+    with engines(tmp_path, prefill, decode, **SMALL, **both) as (_, second):
         answers = second.generate(real_prompts(), GREEDY)
         assert [one.token_ids for one in answers] == expected
         side = second.handover
         assert isinstance(side, DecodeSide)
         assert (side.counts.done, side.counts.failed) == (len(expected), 0)
+        assert bool(second.stats().engine.counts.retractions) == ("retract_every" in decode)
 
 
 def test_logprobs_hidden_states_and_samples_go_with_the_prompt(tmp_path: Path) -> None:
@@ -193,7 +170,7 @@ def test_logprobs_hidden_states_and_samples_go_with_the_prompt(tmp_path: Path) -
     given = real_prompts(len(asked))
     with LLM(**SMALL) as plain:
         right = plain.generate(given, asked)
-    with engines(tmp_path, {}, {}) as (_, second):
+    with engines(tmp_path, {}, {}, **SMALL) as (_, second):
         answers = second.generate(given, asked)
     for one, other in zip(answers, right, strict=True):
         assert one.token_ids == other.token_ids
@@ -207,6 +184,15 @@ def test_logprobs_hidden_states_and_samples_go_with_the_prompt(tmp_path: Path) -
     assert states[1] is not None
     assert states[0].shape == states[1].shape
     assert states[0] == pytest.approx(states[1], abs=1e-3)
+
+
+def test_engines_with_other_stages_hand_nothing_over(expected: list[list[int]], tmp_path: Path) -> None:
+    """Pages of a stage have its layers only, so the decode engine computes every prompt itself."""
+    with engines(tmp_path, {"pp": 2}, {}, **SMALL, transfer_failure="recompute") as (_, second):
+        assert [one.token_ids for one in second.generate(real_prompts()[:6], GREEDY)] == expected[:6]
+        side = second.handover
+        assert isinstance(side, DecodeSide)
+        assert (side.counts.done, side.counts.failed) == (0, 6)
 
 
 def test_an_engine_with_a_role_needs_other_engines() -> None:
@@ -367,7 +353,7 @@ def test_adapters_and_grammars_go_over(tmp_path: Path) -> None:
     given = real_prompts(len(asked))
     with LLM(**{**SMALL, **both}) as plain:
         right = [one.token_ids for one in plain.generate(given, asked)]
-    with engines(tmp_path, {}, {}, **both) as (_, second):
+    with engines(tmp_path, {}, {}, **{**SMALL, **both}) as (_, second):
         answers = second.generate(given, asked)
         assert [one.token_ids for one in answers] == right
         side = second.handover
@@ -378,7 +364,7 @@ def test_adapters_and_grammars_go_over(tmp_path: Path) -> None:
 def test_ranks_connect_again_while_they_work(expected: list[list[int]], tmp_path: Path) -> None:
     """The other ranks open new staging memory between batches, and the thread of the host does not wait for them."""
     ranks: dict[str, Any] = {"tp": 2}
-    with engines(tmp_path, ranks, ranks, transfer_failure="recompute") as (_, second):
+    with engines(tmp_path, ranks, ranks, **SMALL, transfer_failure="recompute") as (_, second):
         side = second.handover
         assert isinstance(side, DecodeSide)
         over = threading.Event()

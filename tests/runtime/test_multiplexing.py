@@ -21,8 +21,8 @@ from lockstep.runtime.errors import PlanError  # noqa: E402
 from lockstep.runtime.models import read_settings  # noqa: E402
 from lockstep.runtime.multiplexing import LayerParts, multiplexing_of  # noqa: E402
 from lockstep.runtime.plan_checks import refuse_unknown  # noqa: E402
-from tests.runtime.test_data_ranks import DENSE, EXPERTS, KINDS, OF_ENGINE, SMALL  # noqa: E402
 from tests.runtime.test_two_batch import assert_equal  # noqa: E402
+from tests.support.model_engines import CPU, DENSE, EXPERTS, KINDS, OF_ENGINE  # noqa: E402
 from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
 
 REQUESTS = requests_with_shared_beginnings(200, KINDS)
@@ -47,9 +47,9 @@ def test_tokens_are_those_of_one_plain_engine(
     model: str, count: int, options: dict[str, Any], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     asked = REQUESTS[:count]
-    with LLM(folders[model], **SMALL, **OF_ENGINE) as llm:
+    with LLM(folders[model], **CPU, **OF_ENGINE) as llm:
         expected = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
-    with LLM(folders[model], journal=tmp_path, **{**SMALL, **OF_ENGINE, **PDMUX, **options}) as llm:
+    with LLM(folders[model], journal=tmp_path, **{**CPU, **OF_ENGINE, **PDMUX, **options}) as llm:
         pending = [llm.ask(*one) for one in asked]
         for number in random.Random(3).sample(range(count), count // 20):
             llm.host.cancel(pending[number].answer.request_id)
@@ -122,7 +122,7 @@ def test_a_gpu_and_code_of_transformers_are_refused(folders: dict[str, Path]) ->
     with pytest.raises(ConfigError, match="`pdmux` is on, but the device is cuda"):
         multiplexing_of(given, model, torch.device("cuda", 0))
     with pytest.raises(ConfigError, match="runs by transformers' code"):
-        LLM(folders["qwen3"], model_backend="transformers", **{**SMALL, **OF_ENGINE, **PDMUX})
+        LLM(folders["qwen3"], model_backend="transformers", **{**CPU, **OF_ENGINE, **PDMUX})
 
 
 @pytest.mark.parametrize(
@@ -139,5 +139,5 @@ def test_options_that_do_not_go_together_are_refused(
     options: dict[str, Any], message: str, folders: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        LLM(folders["qwen3"], **{**SMALL, **OF_ENGINE, **options})
+        LLM(folders["qwen3"], **{**CPU, **OF_ENGINE, **options})
     assert message in str(refused.value)

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from safetensors.torch import save_file  # noqa: E402
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
-from lockstep.core.contract.events import BatchFinished, RequestRetracted  # noqa: E402
+from lockstep.core.contract.events import RequestRetracted  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.host.errors import killed_from_outside  # noqa: E402
 from lockstep.host.startup import Keeper  # noqa: E402
@@ -35,6 +35,7 @@ from lockstep.runtime.processor import threads_of_rank  # noqa: E402
 from lockstep.runtime.stages import RankPlace, check_stages  # noqa: E402
 from lockstep.sim.rerun.rerun import rerun  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
+from tests.support.feature_campaign import most_in_flight  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
 from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
 from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402
@@ -149,15 +150,6 @@ def test_two_hundred_requests_equal_one_stage(name: str, expected: list[Any], en
     if llm.config.speculates:
         assert llm.stats().drafts.right > 0
     assert replay(llm._journal.folder.parent).digest == llm.host.engine.digest
-
-
-def most_in_flight(steps: list[Any]) -> int:
-    """The largest number of batches that were in flight at the same time."""
-    most = now = 0
-    for event, step in steps:
-        now += (step.launched() is not None) - isinstance(event, BatchFinished)
-        most = max(most, now)
-    return most
 
 
 def test_vectors_and_new_weights_are_those_of_one_stage(folder: Path, engines: dict[str, LLM], tmp_path: Path) -> None:

@@ -23,11 +23,10 @@ from lockstep.runtime.forward import ForwardBatch, RankTokens  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.turns import TurnTaking  # noqa: E402
 from lockstep.runtime.two_batch import check_two_batch, divided_batch, halves_of_ranks  # noqa: E402
-from tests.runtime.test_data_ranks import DENSE, EXPERTS, KINDS, OF_ENGINE, SMALL, ranks_of  # noqa: E402
+from tests.support.model_engines import CPU, DENSE, EXPERTS, HALVES, KINDS, OF_ENGINE, ranks_of  # noqa: E402
 from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
 from tests.support.small_runtime import make_executor  # noqa: E402
 
-HALVES: dict[str, Any] = {"two_batch_overlap": True, "two_batch_decode_tokens": 2, "two_batch_prefill_tokens": 4}
 REQUESTS = requests_with_shared_beginnings(100, KINDS)  # 200 were tried, which take twice as long
 
 
@@ -41,7 +40,7 @@ def expected(folders: dict[str, Path]) -> dict[str, list[Any]]:
     """The answers of one plain engine, by model type."""
     found = {}
     for name, folder in folders.items():
-        with LLM(folder, **SMALL, **OF_ENGINE) as llm:
+        with LLM(folder, **CPU, **OF_ENGINE) as llm:
             found[name] = llm.generate([prompt for prompt, _ in REQUESTS], [params for _, params in REQUESTS])
     return found
 
@@ -63,7 +62,7 @@ def launched(folder: Path) -> list[BatchPlan]:
 def test_two_ranks_with_experts_give_in_halves_what_one_gives(
     folders: dict[str, Path], expected: dict[str, list[Any]], tmp_path: Path
 ) -> None:
-    options = {**SMALL, **OF_ENGINE, **HALVES, "debug": True, "retract_every": 9, "overlap_depth": 1}
+    options = {**CPU, **OF_ENGINE, **HALVES, "debug": True, "retract_every": 9, "overlap_depth": 1}
     with LLM(folders["qwen3_moe"], tp=2, ep=2, journal=tmp_path, rank_timeout_s=300, **options) as llm:
         pending = [llm.ask(*one) for one in REQUESTS]
         for number in random.Random(3).sample(range(len(REQUESTS)), 10):
@@ -220,7 +219,7 @@ def test_ranks_know_the_halves_of_the_others() -> None:
 def test_halves_without_communication_and_models_of_transformers_are_refused(folders: dict[str, Path]) -> None:
     for options, message in (({}, "`tp` is 1"), ({"tp": 2, "pp": 2, "pp_size": 1}, "`pp` is 2")):
         with pytest.raises(ConfigError, match=f"`two_batch_overlap` is on, but {message}"):
-            LLM(folders["qwen3"], **SMALL, **OF_ENGINE, **HALVES, **options)
+            LLM(folders["qwen3"], **CPU, **OF_ENGINE, **HALVES, **options)
     from lockstep.runtime.models import read_settings
 
     settings = read_settings(folders["qwen3"])

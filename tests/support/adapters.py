@@ -34,11 +34,20 @@ def adapter_tensors(seed: int, rank: int, modules: Sequence[str] = ALL, model: P
 
 
 def write_adapter(
-    folder: Path, seed: int, *, rank: int = 4, alpha: float = 8, modules: Sequence[str] = ALL, **settings: Any
+    folder: Path,
+    seed: int,
+    *,
+    rank: int = 4,
+    alpha: float = 8,
+    modules: Sequence[str] = ALL,
+    model: Path | None = None,
+    **settings: Any,
 ) -> Path:
-    """An adapter of the demo model."""
+    """An adapter of the demo model, or of the model in a folder."""
     folder.mkdir(parents=True)
-    save_file(adapter_tensors(seed, rank, modules), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(
+        adapter_tensors(seed, rank, modules, model), folder / "adapter_model.safetensors", metadata={"format": "pt"}
+    )
     said = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": list(modules), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(said | settings))
     return folder

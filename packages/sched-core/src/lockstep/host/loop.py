@@ -481,8 +481,13 @@ class RuntimeHost:
             self._receives = self._skipper.due(None if plan is None else plan.mode)
 
     def _await_result(self) -> None:
-        """Wait for the result of the oldest batch, an item of the inbox if it is received now, or the wake time."""
+        """Wait for the result of the oldest batch, an item of the inbox if it is received now, or the wake time.
+
+        While the other ranks have not proposed, a CPU's result waits too: otherwise batches would never overlap there.
+        """
         pause_s = self.executor.pause_s()
+        if not pause_s and self._agreement is not None and self._agreement.pending and not self.executor.ready():
+            pause_s = IDLE_S
         if pause_s and self._receives:
             self._listen(pause_s)
         else:

@@ -1,0 +1,94 @@
+"""Engines of small real models that share work, all in this process: in two roles, or as data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.host.handover.decode import DecodeSide
+from lockstep.host.handover.prefill import PrefillSide
+from lockstep.runtime import LLM
+from lockstep.runtime.data_ranks import DataRank
+from lockstep.runtime.engine_config import EngineConfig
+from tests.support.small_runtime import SMALL_QWEN3
+
+DENSE: dict[str, Any] = {**SMALL_QWEN3, "num_hidden_layers": 3, "tie_word_embeddings": True}
+EXPERTS: dict[str, Any] = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+CPU: dict[str, Any] = {"device": "cpu", "grammar_backend": "none"}
+OF_ENGINE: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 48, "max_running_requests": 12, "pages": 600}
+HALVES: dict[str, Any] = {"two_batch_overlap": True, "two_batch_decode_tokens": 2, "two_batch_prefill_tokens": 4}
+KINDS: list[dict[str, Any]] = [{}, {}, {"temperature": 1.0, "top_k": 20, "seed": 3}, {"logprobs": 2}]
+"""Kinds of requests, in turn."""
+
+
+@contextmanager
+def engines(folder: Path, prefill: dict[str, Any], decode: dict[str, Any], **both: Any) -> Iterator[tuple[LLM, LLM]]:
+    """A prefill and a decode engine; requests to the second one use both.
+
+    Args:
+        folder: for the socket between them; its path must be short.
+        prefill, decode: options of one engine; `both` are of both.
+    """
+    address = f"unix:{folder}/kv"
+    with (
+        LLM(**{**both, **prefill}, role="prefill", hand_over=lambda kv: PrefillSide(kv, address)) as first,
+        LLM(**{**both, **decode}, role="decode", hand_over=lambda kv: DecodeSide(kv, lambda _: address)) as second,
+    ):
+        submit, rooms, side = second.host.submit, count(step=100), second.handover
+        assert isinstance(side, DecodeSide)
+
+        def submit_in_room(request: Any, *sinks: Any, **more: Any) -> int:
+            room = next(rooms)
+            side.route(room, 0)
+            return submit(msgspec.structs.replace(request, transfer_room=room), *sinks, **more)
+
+        second.host.submit = submit_in_room  # type: ignore[method-assign]
+        yield first, second
+
+
+@contextmanager
+def ranks_of(
+    folder: Path, ranks: int, place: Path, options: dict[str, Any], sched: dict[str, Any], **more: Any
+) -> Iterator[list[LLM]]:
+    """All ranks of one engine, of which every one starts in a thread of its own, since they wait for each other.
+
+    Args:
+        place: for their sockets, and a journal of each in `rank0`, `rank1`, ...
+        options, more: fields of EngineConfig; `sched`: fields of SchedConfig, over those of OF_ENGINE.
+    """
+    place.mkdir(exist_ok=True)
+
+    def make(rank: int) -> LLM:
+        config = EngineConfig(
+            **{**CPU, **options, **more},
+            tp=ranks,
+            attention_dp=ranks,
+            rank_schedulers=True,
+            data_rank=DataRank(rank, ranks, place),
+            journal=place / f"rank{rank}",
+            sched={**OF_ENGINE, **sched},
+        )
+        return LLM(folder, config)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        made = list(pool.map(make, range(ranks)))
+    try:
+        yield made
+    finally:
+        for llm in made:
+            llm.close()
