@@ -150,7 +150,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "overlap_depth": 2,
         "batching": "mixed",
         "decode_steps_per_launch": 2,
-        "pages": 26,
+        "pages": 24,
         "reserve": "on_demand",
     },
     "experts, depth 1": {"overlap_depth": 1, "retract_every": 5},

@@ -29,7 +29,8 @@ CHAT = "gen:n=12,turns=fixed:4,input=fixed:300,output=fixed:20,think=fixed:400ms
 def behind_front_end(setup: Setup) -> Setup:
     """Return a setup whose requests take FRONTEND_US outside of the engine."""
     correction = Correction(frontend_us=FRONTEND_US)
-    return replace(setup, calibration=replace_struct(setup.calibration, correction=correction), cpu=CpuModel())
+    calibration = replace_struct(setup.calibration, engine="vllm", correction=correction)
+    return replace(setup, calibration=calibration, cpu=CpuModel())
 
 
 def setup_of(workload: str, concurrency: int | None) -> Setup:

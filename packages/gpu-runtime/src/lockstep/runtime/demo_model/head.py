@@ -124,7 +124,7 @@ def _train(
         features, parts = head.read(batch.taps, hidden), list[Tensor]()
         for _ in range(REPETITIONS):
             before = _shifted(features, recipe.window)
-            features, normed = head(batch.token_ids, before, batch, attention)
+            features, normed = head(before, batch, attention)
             parts.append(F.cross_entropy(head.logits(normed), wanted))
         loss = torch.stack([FADE**number * part for number, part in enumerate(parts)]).sum()
         optimiser.zero_grad(set_to_none=True)
