@@ -27,7 +27,7 @@ from tests.swarm import (
     stored,
 )
 
-SECONDS = 40.0
+SECONDS = 25.0
 SEEDS_MAX = 1000  # histories in which a planted bug must show; most need fewer than twenty
 WITHIN_BOUNDS = (
     283349191151,  # a resumed request is charged with its whole output, so admission pauses though its rest is short
