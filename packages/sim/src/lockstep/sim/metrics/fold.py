@@ -111,7 +111,7 @@ from lockstep.sim.metrics.value_counts import ValueCountsBuilder
 
 DECODING = ("decode", "verify", "draft_extend", "diffusion_extend", "idle")  # modes without prompts
 COMPACT_ENTRIES = 2**18  # (message, request) pairs per `compact`: about 20 MB while it runs
-COMPACT_RESULTS_MIN, COMPACT_RESULTS_MAX = 64, 1_024  # batches between two runs of `compact`
+COMPACT_RESULTS_MIN, COMPACT_RESULTS_MAX = 64, 4_096  # batches between two runs of `compact`
 _result = Struct("3q").pack  # batch_id, started_us, finished_us
 
 
