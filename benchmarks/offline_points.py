@@ -13,21 +13,19 @@ Simulated: the figures are the same on every machine.
 
 from __future__ import annotations
 
-import csv
 import re
 import sys
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
-from recorded_data import data_folder
+from recorded_data import offline_points
 
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
 
-TABLE = "published/trtllm_perf_overview.csv"
 MODELS = {
     "DeepSeek-R1-0528": "deepseek-r1", "Llama-3.3-70B": "llama-3.3-70b", "Qwen3-235B-A22B": "qwen3-235b-a22b",
     "Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-120b": "gpt-oss-120b", "gpt-oss-20b": "gpt-oss-20b",
@@ -35,7 +33,6 @@ MODELS = {
 GPUS = {"H100": "h100", "H200": "h200", "B200": "b200", "GB200": "gb200-nvl72"}
 RANK_TOKENS = 8192
 ROWS_MAX = 4096
-OUTPUT_MAX = 1024
 ALL_AT_ONCE = 1_000_000  # requests per second
 
 
@@ -65,13 +62,7 @@ def scenario_of(row: dict[str, str], engine: str) -> Scenario | None:
 
 
 def main() -> int:
-    table = data_folder(TABLE) / TABLE
-    with table.open(newline="", encoding="utf-8") as file:
-        rows = [
-            row
-            for row in csv.DictReader(file)
-            if row["model"] in MODELS and row["num_requests"] and int(row["osl"]) <= OUTPUT_MAX
-        ]
+    rows = offline_points(MODELS)
     print(f"{'model':17} {'GPU':6} {'layout':6} {'in/out':>11} {'measured':>9} {'trtllm':>8} {'kernels':>8}")
     errors: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:

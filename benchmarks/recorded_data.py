@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 CACHE_TRACE = "traces/mooncake/conversation_trace.jsonl.gz"
 CACHE_ORACLES = "published/prefix_cache_oracles.json"
 CACHE_BLOCK_TOKENS = 512  # of that trace
+OFFLINE_POINTS = "published/trtllm_perf_overview.csv"
+OFFLINE_OUTPUT_MAX = 1024  # output tokens of each request; runs with more take too long to simulate
 
 
 def data_folder(inside: str) -> Path:
@@ -34,3 +38,16 @@ def cache_oracles() -> list[dict[str, Any]]:
     published: dict[str, Any] = json.loads((data_folder(CACHE_ORACLES) / CACHE_ORACLES).read_text())
     assert published["block_tokens"] == CACHE_BLOCK_TOKENS
     return [row for row in published["traces"]["mooncake_conversation_trace"] if row["leaf_first"]]
+
+
+def offline_points(models: Collection[str]) -> list[dict[str, str]]:
+    """Rows of TensorRT-LLM's published offline throughput of some models, as strings by column.
+
+    Rows without a number of requests, or with more than OFFLINE_OUTPUT_MAX output tokens each, are left out.
+    """
+    with (data_folder(OFFLINE_POINTS) / OFFLINE_POINTS).open(newline="", encoding="utf-8") as file:
+        return [
+            row
+            for row in csv.DictReader(file)
+            if row["model"] in models and row["num_requests"] and int(row["osl"]) <= OFFLINE_OUTPUT_MAX
+        ]

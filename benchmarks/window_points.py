@@ -13,12 +13,11 @@ output tokens are left out: they take minutes each.
 
 from __future__ import annotations
 
-import csv
 import sys
 from typing import Any
 
 import numpy as np
-from recorded_data import data_folder
+from recorded_data import offline_points
 
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.run.assemble import assemble
@@ -26,10 +25,8 @@ from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
 
 MODELS = {"gpt-oss-120b": "gpt-oss-120b", "gpt-oss-20b": "gpt-oss-20b"}
-TABLE = "published/trtllm_perf_overview.csv"
 RANK_TOKENS = 8192
 ROWS_MAX = 4096
-OUTPUT_MAX = 1024
 ALL_AT_ONCE = 1e6
 WINDOW = 128
 
@@ -62,14 +59,7 @@ def predicted(row: dict[str, str], pools: str) -> float:
 
 
 def main() -> int:
-    table = data_folder(TABLE) / TABLE
-    with table.open(newline="", encoding="utf-8") as file:
-        rows = [
-            row
-            for row in csv.DictReader(file)
-            if row["model"] in MODELS and row["gpu"] in ("H100", "H200") and row["parallel"] == "TP1"
-            and row["num_requests"] and int(row["osl"]) <= OUTPUT_MAX
-        ]  # fmt: skip
+    rows = [row for row in offline_points(MODELS) if row["gpu"] in ("H100", "H200") and row["parallel"] == "TP1"]
     print("Offline throughput of one GPU, output tokens/s")
     print(f"{'model':13} {'gpu':5} {'in/out':>11} {'measured':>8} {'window pool':>17} {'all layers alike':>17}")
     errors: dict[str, list[float]] = {"on": [], "off": []}

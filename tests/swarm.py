@@ -405,10 +405,13 @@ class Tally(Found):
 
 
 def stored(path: Path) -> tuple[int, Tally]:
-    """Return the first seed and the tally of a campaign from its file of results."""
-    values = json.loads(path.read_text(encoding="utf-8"))
-    first = values.pop("first")
-    tally = Tally(**values)
+    """Return first seed and tally of a campaign from its file of results. Raises ValueError for another file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        first = values.pop("first")
+        tally = Tally(**values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has no results of a campaign: {error}; name another file, or delete it") from None
     tally.marks = Counter(tally.marks)
     return first, tally
 
@@ -536,7 +539,12 @@ def main() -> int:
     if options.results is not None and options.results.exists():
         if options.first is not None:
             parser.error(f"argument --first: {options.results} has the first seed already; leave it out")
-        first, tally = stored(options.results)
+        try:
+            first, tally = stored(options.results)
+        except (OSError, ValueError) as error:
+            parser.error(f"argument --results: {error}")
+    elif options.results is not None and not options.results.parent.is_dir():
+        parser.error(f"argument --results: there is no folder {options.results.parent}; make it first")
     print(f"first seed {first}, commit {commit()}, {options.processes} processes", file=sys.stderr)
     if options.plants is not None:
         return find_all(options.plants, first)

@@ -38,7 +38,7 @@ WITHIN_BOUNDS = (
     864065747943,  # pages that a session yields to a chunk are in the budget of the same extend
     353135318507,  # pages of duplicates come free with a result, and admission goes on
 )
-"""Histories whose waits are those that docs/scheduling.md prescribes: the bounds of quality must allow them."""
+"""Histories whose waits once were beyond the bounds of quality. They are those that docs/scheduling.md prescribes."""
 
 
 def test_a_fresh_campaign_breaks_nothing() -> None:

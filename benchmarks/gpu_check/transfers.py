@@ -12,11 +12,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -26,12 +24,12 @@ from benchmarks.gpu_check.section import Section
 from lockstep.host.engine_options import TransferTransport
 from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.kv import Fetch
-from lockstep.host.handover.prefill import PrefillSide
 from lockstep.runtime import LLM, Params
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.stages import RankPlace
 from lockstep.runtime.tiers.page_parts import parts_of
 from lockstep.runtime.transfer.rank import RankPages
+from tests.support.model_engines import engines
 
 GREEDY = Params(max_new_tokens=8, ignore_eos=True)
 PAGES = 256
@@ -113,20 +111,8 @@ def pages(section: Section, name: TransferTransport) -> None:
 @contextmanager
 def pair(folder: Path, usual: dict[str, Any], transport: str) -> Iterator[tuple[LLM, DecodeSide]]:
     """Yield a decode engine whose requests are computed by a prefill engine first, and its side of the transfers."""
-    with tempfile.TemporaryDirectory() as sockets:
-        address = f"unix:{sockets}/kv"
-        shared = {**usual, "transfer_transport": transport, "debug": True}
-        with (
-            LLM(folder, **shared, role="prefill", hand_over=lambda kv: PrefillSide(kv, address)),
-            LLM(folder, **shared, role="decode", hand_over=lambda kv: DecodeSide(kv, lambda _: address)) as llm,
-        ):
-            side, submit, rooms = llm.handover, llm.host.submit, count()
-            assert isinstance(side, DecodeSide)
-
-            def submit_in_room(request: Any, *sinks: Any, **more: Any) -> int:
-                room = next(rooms)
-                side.route(room, 0)
-                return submit(msgspec.structs.replace(request, transfer_room=room), *sinks, **more)
-
-            llm.host.submit = submit_in_room  # type: ignore[method-assign]
-            yield llm, side
+    shared = {**usual, "model": folder, "transfer_transport": transport, "debug": True}
+    with tempfile.TemporaryDirectory() as sockets, engines(Path(sockets), {}, {}, **shared) as (_, llm):
+        side = llm.handover
+        assert isinstance(side, DecodeSide)
+        yield llm, side

@@ -478,7 +478,7 @@ class Memory(DeviceMemory, Component):
         step.decided.append(PagesEvicted(step.time_us, pages, reason, self.radix.evicted_of))
 
     def _free_behind(self, row: int, pages: Int32s) -> bool:
-        """Free pages of a row once the last batch in flight that may read them is collected. Returns whether it is."""
+        """Free pages of a row once no batch in flight may read them. Returns whether they are free already."""
         if row in self.deferred.lent:
             self.deferred.lent[row].pages.append(pages)
             return False
