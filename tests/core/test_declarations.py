@@ -75,7 +75,7 @@ def test_an_event_declared_here_is_digested_rendered_and_counted_with_no_other_e
     counts = Counts()
     counts.fold([event, event])
     assert counts == Counts(pages_evicted=4)
-    tallies = Tallies()
+    tallies = Tallies("pages_evicted", "polishes")
     tallies.fold([event])
     assert (tallies.total("pages_evicted"), tallies.parts("pages_evicted"), tallies.total("polishes")) == (
         2,

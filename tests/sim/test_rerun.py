@@ -28,7 +28,7 @@ from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
 from lockstep.sim.cluster.setup import assemble_cluster
 from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.host.engine_host import EngineHost
-from lockstep.sim.rerun.facts import RecordedDevice
+from lockstep.sim.rerun.facts import RecordedDevice, RecordedFacts
 from lockstep.sim.rerun.record import NotDrawnError, RecordedPass, RecordedPasses
 from lockstep.sim.rerun.rerun import rerun, same
 from lockstep.sim.run.assemble import assemble
@@ -143,8 +143,8 @@ def found_in(name: str) -> tuple[str, str]:
 
 
 def test_a_result_with_its_rows_in_another_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    ordered = RecordedDevice._passes_of
-    monkeypatch.setattr(RecordedDevice, "_passes_of", lambda device, batch: ordered(device, batch)[::-1])
+    ordered = RecordedFacts._passes_of
+    monkeypatch.setattr(RecordedFacts, "_passes_of", lambda facts, batch: ordered(facts, batch)[::-1])
     text, types = found_in("plain")
     assert types == "BatchFinished BatchFinished"
     assert "the simulator differs from the journal in step" in text

@@ -66,10 +66,10 @@ def declares(
 
 
 class Tallies:
-    """Totals of decided events by the name of their tally, whole and in parts."""
+    """Totals of decided events by the name of their tally, whole and in parts: those of `names`, and no others."""
 
-    def __init__(self) -> None:
-        self._parts: dict[str, Counter[str]] = {}
+    def __init__(self, *names: str) -> None:
+        self._parts: dict[str, Counter[str]] = {name: Counter() for name in names}
         self._targets: dict[type, tuple[tuple[Counter[str], str, str], ...]] = {}  # of the types counted so far
 
     def fold(self, decided: Iterable[msgspec.Struct]) -> None:
@@ -82,19 +82,21 @@ class Tallies:
                 parts[getattr(event, by) if by else ""] += getattr(event, amount) if amount else 1
 
     def _targets_of(self, type_: type[msgspec.Struct]) -> tuple[tuple[Counter[str], str, str], ...]:
-        """Return the parts of each tally of a type, with the fields that are added and that divide it."""
-        tallies = DECLARATIONS[type_].tallies
-        return tuple((self._parts.setdefault(name, Counter()), amount, by) for name, amount, by in tallies)
+        """Return the parts of each counted tally of a type, with the fields that are added and that divide it."""
+        return tuple(
+            (self._parts[name], amount, by) for name, amount, by in DECLARATIONS[type_].tallies if name in self._parts
+        )
 
     def total(self, name: str) -> int:
-        """Return one total; 0 if no event has added to it."""
-        return sum(self._parts.get(name, {}).values())
+        """Return one total; 0 if no event has added to it. Raises KeyError for a tally that is not counted."""
+        return sum(self._parts[name].values())
 
     def parts(self, name: str) -> dict[str, int]:
-        """Return the parts of a total, in the order of their keys."""
-        return dict(sorted(self._parts.get(name, {}).items()))
+        """Return the parts of a total, in the order of their keys. Raises KeyError for a tally that is not counted."""
+        return dict(sorted(self._parts[name].items()))
 
     def put(self, name: str, parts: Mapping[str, int]) -> None:
         """Replace a total by parts from another counter; parts of 0 are omitted."""
-        self._parts[name] = Counter({key: number for key, number in parts.items() if number})
-        self._targets.clear()
+        counter = self._parts[name]
+        counter.clear()
+        counter.update({key: number for key, number in parts.items() if number})

@@ -585,10 +585,16 @@ def pages_only_held_by(handle: RadixNode | None) -> int:
 
 def _merged(rewrites: list[Rewrite], opened: PageDeltas) -> PageDeltas:
     """Return rewrites in the order in which they were made, then the pages that decodes open."""
-    runs = np.array([number for row, first, pages in rewrites for number in (row, first, pages.size)], np.int32)
-    pages = [rewrite.pages for rewrite in rewrites]
+    runs: list[int] = []
+    pages: list[Int32s] = []
+    for row, first, written in rewrites:
+        runs += (row, first, written.size)
+        pages.append(written)
     if opened.pages.size:
         pages.append(opened.pages)
     return PageDeltas(
-        pages[0] if len(pages) == 1 else np.concatenate(pages), runs, opened.opened_rows, opened.opened_index
+        pages[0] if len(pages) == 1 else np.concatenate(pages),
+        np.array(runs, np.int32),
+        opened.opened_rows,
+        opened.opened_index,
     )

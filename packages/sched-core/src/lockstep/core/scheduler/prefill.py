@@ -204,6 +204,8 @@ class PrefillPlanner:
         If window pages suffice for a small chunk only (`chunk_tokens_min`), it waits while the running batch decodes.
         """
         take = self._chunk_in_full_pages(request, budget)
+        if not self._memory.hybrid.present:
+            return take
         room = within_windows(self._state, request, request.computed, take, NO_ROWS, budget, may_split=True)
         least = chunk_tokens_min(self._state.config) // FIRST_CHUNK_PER_NEXT
         return 0 if room < min(take, least) and running.batch.size else room
@@ -324,9 +326,11 @@ class PrefillPlanner:
         rows = np.array([request.row for request in requests], np.int32)
         starts = np.array([part.start for part in parts], np.int32)
         stops = np.array([part.stop for part in parts], np.int32)
-        done = [i for i, request in enumerate(requests) if request.state is RequestState.RUNNING]
-        pooled = [i for i in done if requests[i].prefill_only]
-        sampling = [i for i in done if not requests[i].prefill_only] if pooled else done
+        pooled: list[int] = []
+        sampling: list[int] = []
+        for i, request in enumerate(requests):
+            if request.state is RequestState.RUNNING:
+                (pooled if request.prefill_only else sampling).append(i)
         if self._in_blocks and sampling:
             self._decoding.begin_blocks(running, [requests[i] for i in sampling])
             sampling = []  # its tokens come with its blocks

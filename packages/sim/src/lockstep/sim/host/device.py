@@ -17,7 +17,7 @@ from lockstep.core.contract.commands import (
     Int32s,
 )
 from lockstep.core.contract.commands import Speculation as PlannedSpeculation
-from lockstep.core.contract.events import BatchFinished, BatchId
+from lockstep.core.contract.events import BatchId
 from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.core.requests.delivery import step_numbers
 from lockstep.sim.cost import BatchShape, CostModel
@@ -174,13 +174,6 @@ class Device:
         self._free_us = finished_us = started_us + max(1, round(took_us))
         self.queue.append(
             Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens, accepted)
-        )
-
-    def result(self, batch: Running, now_us: int) -> BatchFinished:
-        """Return the result of a batch that the lane collects at `now_us`."""
-        started_us, finished_us = batch.started_us, batch.finished_us
-        return BatchFinished(
-            now_us, batch.batch_id, batch.tokens, started_us, finished_us, batch.generation, batch.accepted
         )
 
     def _steps_us(self, plan: BatchPlan, shape: BatchShape) -> float:

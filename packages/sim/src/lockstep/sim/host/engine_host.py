@@ -360,9 +360,15 @@ class EngineHost:
         forced: tuple[tuple[RequestId, int, bytes], ...] = ()
         if self._record is not None:
             forced = self._record.forced(batch.batch_id)
-        elif self._forcing is not None:
-            forced = self._forced()
-        step = self._fold(self.device.result(batch, now_us))
+            result = self._record.result(batch, self.engine.in_flight, now_us)
+        else:
+            if self._forcing is not None:
+                forced = self._forced()
+            started_us, finished_us = batch.started_us, batch.finished_us
+            result = BatchFinished(
+                now_us, batch.batch_id, batch.tokens, started_us, finished_us, batch.generation, batch.accepted
+            )
+        step = self._fold(result)
         if forced:
             forced = tuple([one for one in forced if one[0] in self.engine.requests])
         if forced:
@@ -395,7 +401,8 @@ class EngineHost:
             self._conversations.is_stale = bool(engine.sessions.unsettled)
         radix = engine.memory.radix
         cached_pages = radix.evictable_pages
-        self.metrics.gauge(now_us, len(engine.waiting), engine.active, engine.memory.pool.free_count, cached_pages)
+        waiting = len(engine.ordering.waiting)
+        self.metrics.gauge(now_us, waiting, engine.active, engine.memory.pool.free_count, cached_pages)
         if self.exchange is not None:
             self._nothing_new = True  # until the other ranks have answered
             return self._carry_on(self.exchange, step, now_us)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from simpy import Environment, Event
@@ -15,13 +15,16 @@ from lockstep.core.contract.commands import (
     Step,
 )
 from lockstep.core.contract.events import (
+    BatchFinished,
     BatchId,
     ObservedEvent,
     RanksAgreed,
     RequestId,
     TransferAdvanced,
 )
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
+from lockstep.sim.host.device import Running
 from lockstep.sim.workload.turns import Turn
 
 NEVER_US = 2**62
@@ -106,6 +109,9 @@ class HostRecord(Protocol):
 
     def forced(self, batch_id: BatchId) -> tuple[tuple[RequestId, int, bytes], ...]:
         """Return the tokens that were known to be forced behind a batch: entries of `TokensForced`."""
+
+    def result(self, batch: Running, in_flight: Iterable[InFlight], now_us: int) -> BatchFinished:
+        """Return the result of a batch that the lane collects at `now_us`, with the tokens of the recorded run."""
 
 
 class TransferPort(Protocol):

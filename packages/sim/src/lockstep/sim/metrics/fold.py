@@ -109,6 +109,17 @@ from lockstep.sim.metrics.summary import (
 from lockstep.sim.metrics.tiers import BLOCKS, BlockUse, TierCounts
 from lockstep.sim.metrics.value_counts import ValueCountsBuilder
 
+TALLIES = (
+    "pages_evicted",
+    "blocks_evicted",
+    "host_pages_evicted",
+    "adapters_evicted",
+    "retractions",
+    "tokens_discarded",
+    "decodes_skipped",
+    "deferred",
+)
+"""Tallies of decided events that the summary states. Others, such as `admitted`, follow from the requests."""
 DECODING = ("decode", "verify", "draft_extend", "diffusion_extend", "idle")  # modes without prompts
 COMPACT_ENTRIES = 2**18  # (message, request) pairs per `compact`: about 20 MB while it runs
 COMPACT_RESULTS_MIN, COMPACT_RESULTS_MAX = 64, 4_096  # batches between two runs of `compact`
@@ -194,7 +205,7 @@ class MetricsFold:
         self._works = Codes()
 
         # Counts.
-        self._tallies = Tallies()
+        self._tallies = Tallies(*TALLIES)
         self._experts: ExpertCounts | None = None  # None: their load was not measured
         self._blocks: BlockCounts | None = None  # of an engine whose model answers in blocks
         self._drafts: Drafts | None = None  # of an engine that verifies drafts

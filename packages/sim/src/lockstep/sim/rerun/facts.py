@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,34 @@ class RecordedFacts:
         """Return the tokens that were known to be forced behind a batch."""
         return self._run.forced.get(batch_id, ())
 
+    def result(self, batch: Running, in_flight: Iterable[InFlight], now_us: int) -> BatchFinished:
+        """Return the result of a batch: for each sampling row, what the next pass over its position drew.
+
+        Raises: NotDrawnError.
+        """
+        outcome = self._run.results[batch.batch_id]
+        bare = BatchFinished(
+            now_us, batch.batch_id, b"", outcome.started_us, outcome.finished_us, batch.generation, error=outcome.error
+        )
+        found = next((one for one in in_flight if one.plan.batch_id == batch.batch_id), None)
+        if outcome.error or found is None:  # lost with its device, so that its result is void
+            return bare
+        passes = self._passes_of(found)
+        counts = [len(one.tokens) for one in passes] + [number for one in passes for number in one.right]
+        return replace(
+            bare,
+            tokens=np.array([token for one in passes for token in one.tokens], "<i4").tobytes(),
+            accepted=np.array(counts, "<i4").tobytes() if outcome.counted else b"",
+            invalid=tuple([i for i, one in enumerate(passes) if one.invalid]),
+            text_stops=tuple([i for i, one in enumerate(passes) if one.text_stop]),
+            grammar_ended=tuple([i for i, one in enumerate(passes) if one.grammar_ended]),
+            text_held=tuple([(i, one.text_held) for i, one in enumerate(passes) if one.text_held]),
+        )
+
+    def _passes_of(self, batch: InFlight) -> list[RecordedPass]:
+        positions = zip(batch.samplers.requests, batch.sampled_at.tolist(), strict=True)
+        return [self._run.passes.take(request.request_id, position) for request, position in positions]
+
 
 class RecordedDevice(Device):
     """A device whose batches draw what the model drew at the same positions in the recorded run.
@@ -131,7 +159,7 @@ class RecordedDevice(Device):
     def __init__(self, run: RecordedRun, engine: Engine, *arguments: Any, **options: Any) -> None:
         """Set up a device for the batches of `engine`; further arguments are those of `Device`."""
         super().__init__(*arguments, **options)
-        self._run, self._engine = run, engine
+        self._run = run
         started = {batch.plan.batch_id for batch in engine.in_flight}  # of an engine from a snapshot
         for plan in (batch.plan for batch in engine.in_flight):
             if plan.sample_after is None or plan.sample_after in started:
@@ -166,31 +194,3 @@ class RecordedDevice(Device):
     def _end_at(self, outcome: BatchOutcome, plan: BatchPlan) -> None:
         batch = Running(plan.batch_id, plan.generation, len(plan.rows), outcome.started_us, outcome.place, b"")
         self.queue = deque(sorted((*self.queue, batch), key=lambda one: one.finished_us))
-
-    def result(self, batch: Running, now_us: int) -> BatchFinished:
-        """Return the result of a batch: for each sampling row, what the next pass over its position drew.
-
-        Raises: NotDrawnError.
-        """
-        outcome = self._run.results[batch.batch_id]
-        bare = BatchFinished(
-            now_us, batch.batch_id, b"", outcome.started_us, outcome.finished_us, batch.generation, error=outcome.error
-        )
-        found = next((one for one in self._engine.in_flight if one.plan.batch_id == batch.batch_id), None)
-        if outcome.error or found is None:  # lost with its device, so that its result is void
-            return bare
-        passes = self._passes_of(found)
-        counts = [len(one.tokens) for one in passes] + [number for one in passes for number in one.right]
-        return replace(
-            bare,
-            tokens=np.array([token for one in passes for token in one.tokens], "<i4").tobytes(),
-            accepted=np.array(counts, "<i4").tobytes() if outcome.counted else b"",
-            invalid=tuple([i for i, one in enumerate(passes) if one.invalid]),
-            text_stops=tuple([i for i, one in enumerate(passes) if one.text_stop]),
-            grammar_ended=tuple([i for i, one in enumerate(passes) if one.grammar_ended]),
-            text_held=tuple([(i, one.text_held) for i, one in enumerate(passes) if one.text_held]),
-        )
-
-    def _passes_of(self, batch: InFlight) -> list[RecordedPass]:
-        positions = zip(batch.samplers.requests, batch.sampled_at.tolist(), strict=True)
-        return [self._run.passes.take(request.request_id, position) for request, position in positions]
