@@ -32,6 +32,7 @@ SEEDS_MAX = 1000  # histories in which a planted bug must show; most need fewer 
 WITHIN_BOUNDS = (
     283349191151,  # a resumed request is charged with its whole output, so admission pauses though its rest is short
     495835177122,  # prompts are cut to two tokens, so the output that is computed again outweighs them
+    190447747842,  # prompts have one to three tokens by chance, and the output of two retractions outweighs them
     757154242297,  # drafts hold pages that the reserve counts again until their results
     639727806824,  # the drafts of a pass are not charged beside the reserve of `ratio`
     1428475001,  # nor are they while the last tokens of a request are drafts

@@ -53,7 +53,8 @@ NOTHING = Before(False, 0, -1, ())
 TINY_PAGES = 1000
 """Pages below which a pool does not let a prompt take whole chunks beside active requests."""
 SHORT_PROMPT_TOKENS = 16
-"""Prompts that are cut to fewer tokens weigh little beside their output."""
+"""New tokens that a request counts for at least: a retraction repeats its output too, beside which a prompt of one
+token weighs nothing."""
 
 
 class Bound(NamedTuple):
@@ -81,12 +82,6 @@ def _usual_reserve(config: SchedConfig) -> bool:
 def _in_one_stream(config: SchedConfig) -> bool:
     """Whether a pass has all layers of a prompt. Otherwise a prompt has several, and the next one waits for them."""
     return not config.multiplexes
-
-
-def _whole_prompts(config: SchedConfig) -> bool:
-    """Whether the reserve is usual, and prompts are not cut to a few tokens: the share is one of their tokens."""
-    most = config.max_input_tokens
-    return _usual_reserve(config) and (most is None or most >= SHORT_PROMPT_TOKENS)
 
 
 def _whole_chunks(config: SchedConfig) -> bool:
@@ -124,7 +119,7 @@ class Quality:
     most: Counter[str] = field(default_factory=Counter)  # by measure of a request: the worst so far
     admitted: int = 0
     retracted: int = 0
-    needed_tokens: int = 0  # new tokens of first admissions
+    needed_tokens: int = 0  # new tokens of first admissions, of each at least SHORT_PROMPT_TOKENS
     repeated_tokens: int = 0  # new tokens of admissions after a retraction for pages
     unbounded: set[str] = field(default_factory=set)  # measures that settings of this run put out of bounds
 
@@ -202,7 +197,7 @@ class Quality:
             self.repeated_tokens += event.new_tokens
         else:
             self.admitted += 1
-            self.needed_tokens += event.new_tokens
+            self.needed_tokens += max(event.new_tokens, SHORT_PROMPT_TOKENS)
         story.lost, story.waits = False, 0
 
     def _ended(self, story: _Story | None) -> None:
@@ -306,7 +301,7 @@ BOUNDS: dict[str, Bound] = {
         0.25, "in a storm most requests start too early; sound runs at overload have less than 0.1", _usual_reserve
     ),
     "share of tokens computed twice": Bound(
-        0.25, "of the new tokens of prompts; a storm of retractions has 0.3 to 0.6", _whole_prompts
+        0.25, "of the new tokens of prompts; a storm of retractions has 0.3 to 0.6", _usual_reserve
     ),
     "passes of a prompt beyond its length": Bound(
         16,
