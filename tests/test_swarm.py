@@ -33,13 +33,14 @@ WITHIN_BOUNDS = (
     283349191151,  # a resumed request is charged with its whole output, so admission pauses though its rest is short
     495835177122,  # prompts are cut to two tokens, so the output that is computed again outweighs them
     190447747842,  # prompts have one to three tokens by chance, and the output of two retractions outweighs them
+    190447749789,  # a restart voids a load that has lasted too long, and the request may wait for another one
     757154242297,  # drafts hold pages that the reserve counts again until their results
     639727806824,  # the drafts of a pass are not charged beside the reserve of `ratio`
     1428475001,  # nor are they while the last tokens of a request are drafts
     864065747943,  # pages that a session yields to a chunk are in the budget of the same extend
     353135318507,  # pages of duplicates come free with a result, and admission goes on
 )
-"""Histories whose waits once were beyond the bounds of quality. They are those that docs/scheduling.md prescribes."""
+"""Histories whose waits once were beyond the bounds. They are those that docs/scheduling.md prescribes."""
 
 
 def test_a_fresh_campaign_breaks_nothing() -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from lockstep.core.contract.commands import CopyToHost, LoadFromHost, Step, WriteToStorage
 from lockstep.core.contract.events import (
+    EngineRestarted,
     Observed,
     PrefetchFinished,
     RequestAdmitted,
@@ -79,6 +80,8 @@ class TierPiece(Piece):
 
     def _check_overdue(self, event: Observed) -> None:
         """L7: a request for which a load has lasted longer than `load_timeout_us` waits for no other load."""
+        if isinstance(event, EngineRestarted):
+            self._dues, self._overdue = {}, set()  # loads are void, and waits begin again
         tiers, dues = self.engine.memory.tiers, dict[int, tuple[int, int]]()
         for request_id, candidate in tiers.candidates.items():
             operation = tiers.operations.get(candidate.operation)
