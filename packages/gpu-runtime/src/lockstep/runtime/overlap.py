@@ -179,7 +179,7 @@ class CudaLane:
 
     def upload(self, array: NDArray[Any]) -> Tensor:
         """Copy an array through pinned memory, without waiting."""
-        host = torch.from_numpy(array)
+        host = torch.from_numpy(array if array.flags.writeable else array.copy())  # those of a message are not
         pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
         pinned.copy_(host)
         return pinned.to(self.device, non_blocking=True)
