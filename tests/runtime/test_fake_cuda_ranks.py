@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 GPU: dict[str, Any] = {
     **SIZES, "cuda_graph_max_batch": 4, "warm_up": False, "device": "cuda:0", "dtype": "bfloat16",
-    "rank_timeout_s": 60.0,
+    "rank_timeout_s": 20.0,
 }  # fmt: skip
 PROMPTS = [[5, 6, 7, 8, 5, 6], [9, 10, 11], list(range(20, 60))]
 FIVE = Params(max_new_tokens=5, ignore_eos=True)
