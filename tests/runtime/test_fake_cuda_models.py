@@ -33,7 +33,7 @@ BLOCKS: dict[str, Any] = {
     **SMALL_QWEN3, "architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 4, "mask_token_id": 299,
 }  # fmt: skip
 PROMPTS = [[5, 6, 7, 8, 5, 6], [9, 10, 11]]
-FOUR = Params(max_new_tokens=4, ignore_eos=True)
+THREE = Params(max_new_tokens=3, ignore_eos=True)
 MTP: dict[str, Any] = {"speculative_method": "mtp", "num_speculative_tokens": 2, "mamba_track_interval": 16}
 
 
@@ -89,13 +89,13 @@ def test_passes_of_models_do_not_wait(
     make: Callable[[Path], dict[str, Any]], kernels: set[str], waits: set[str], tmp_path: Path
 ) -> None:
     options = make(tmp_path)
-    params = [FOUR, Params(max_new_tokens=4, ignore_eos=True, adapter="law") if "lora" in options else FOUR]
+    params = [THREE, Params(max_new_tokens=3, ignore_eos=True, adapter="law") if "lora" in options else THREE]
     with FakeCuda(interpret=False, devices=2) as gpu, LLM(dtype="float32", **{**GPU, **options}) as llm:
         started = len(gpu.waits)
         answers = llm.generate(PROMPTS, params)
         served = {one.where.partition(":")[0] for one in gpu.waits[started:]}
         drafts, graphs = llm.stats().drafts.drafts, llm.host.executor.graphs
-    assert [(len(one.token_ids), one.error) for one in answers] == [(4, "")] * 2
+    assert [(len(one.token_ids), one.error) for one in answers] == [(3, "")] * 2
     assert served <= waits
     assert kernels <= set(gpu.launches)
     assert (drafts > 0) == ("num_speculative_tokens" in options)
@@ -110,7 +110,7 @@ def test_only_the_encoder_of_pictures_waits(tmp_path: Path) -> None:
     options = {**GPU, "context_tokens_max": 512, **MTP}
     with FakeCuda(interpret=False, devices=2) as gpu, LLM(tmp_path, dtype="float32", **options) as llm:
         started = len(gpu.waits)
-        (answer,) = llm.chat([asked], FOUR)
+        (answer,) = llm.chat([asked], THREE)
         served = {one.where.partition(":")[0] for one in gpu.waits[started:]}
-    assert (len(answer.token_ids), answer.error) == (4, "")
+    assert (len(answer.token_ids), answer.error) == (3, "")
     assert served == {"from_transformers/media_encoder.py"}
