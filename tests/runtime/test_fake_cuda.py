@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from lockstep.runtime import LLM, Params, triton_trial  # noqa: E402
+from lockstep.runtime.attention.kernels import write_kv  # noqa: E402
 from lockstep.runtime.models.expert_slots import ExpertSlots, move_experts  # noqa: E402
 from tests.support.fake_cuda import DEVICE, FakeCuda  # noqa: E402
 from tests.support.model_engines import EXPERTS  # noqa: E402
@@ -81,6 +83,32 @@ def test_a_replay_has_what_python_computed_at_capture(gpu: FakeCuda) -> None:
         pytest.raises(RuntimeError, match="not permitted when stream is capturing"),
     ):
         out.sum().item()
+
+
+def test_what_depends_on_the_current_device_is_found() -> None:
+    """It is cuda:0 in a new thread, whatever the thread has that started it."""
+    with FakeCuda(interpret=False, devices=2) as gpu:
+        with pytest.raises(RuntimeError, match="invalid device ordinal 2"):
+            torch.ones(1, device="cuda:2")
+        torch.cuda.set_device(1)
+        with ThreadPoolExecutor(1) as pool:
+            assert [one.device.index for one in (torch.ones(1, device="cuda"), torch.cuda.Stream())] == [1, 1]
+            assert pool.submit(lambda: torch.ones(1, device="cuda").device.index).result() == 0
+            assert pool.submit(lambda: torch.cuda.current_stream().device.index).result() == 0
+        here, there = torch.arange(4, device="cuda:1"), torch.arange(4, device="cuda:0")
+        with pytest.raises(RuntimeError, match="tensors of several devices"):
+            here + there
+        assert there.to("cuda:1", non_blocking=True).add_(here).cpu().tolist() == [0, 2, 4, 6]
+        with torch.cuda.stream(torch.cuda.Stream("cuda:0")):
+            assert torch.cuda.current_device() == 0
+            with pytest.raises(RuntimeError, match="write_kv on cuda:0: argument 0 is a tensor of cuda:1"):
+                write_kv[(1,)](here.float(), here.float(), here.float(), here.float(), here, 4, 4, D=4, BLOCK_D=4)
+        assert torch.cuda.current_device() == 1
+        event = torch.cuda.Event()
+        event.record()
+        with torch.cuda.device(0), pytest.raises(RuntimeError, match="an event of cuda:1 is recorded on a stream of"):
+            event.record()
+        assert gpu.launches["write_kv"] == 0
 
 
 @pytest.mark.parametrize(

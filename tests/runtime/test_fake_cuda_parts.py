@@ -88,6 +88,18 @@ def test_ranks_have_the_gpus_behind_that_of_rank_0(gpu: FakeCuda, monkeypatch: p
         rank_device(torch.device("cuda"), 0, 2, 3)
 
 
+def test_arrays_that_cannot_be_written_are_uploaded(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a message are; torch would print a warning of undefined behaviour into the log of a worker."""
+    given, from_numpy = np.frombuffer(np.arange(3, dtype="<i4").tobytes(), "<i4"), torch.from_numpy
+
+    def writable(array: Any) -> Any:
+        assert array.flags.writeable
+        return from_numpy(array)
+
+    monkeypatch.setattr(torch, "from_numpy", writable)
+    assert CudaLane(DEVICE, clock).upload(given).tolist() == [0, 1, 2]
+
+
 def test_a_device_that_is_lost_is_reported_by_the_lane_and_by_downloads(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +319,7 @@ def test_ranks_sum_join_and_exchange_over_nccl(gpu: FakeCuda, tmp_path: Path) ->
         one.close()
         return [part.cpu().tolist() for part in found]
 
-    with nccl_by_gloo():
+    with nccl_by_gloo(gpu):
         first, second = on_two_ranks(run)
     assert isinstance(first, list)
     assert isinstance(second, list)
@@ -331,7 +343,7 @@ def test_the_halves_of_a_batch_put_collectives_beside_each_other(gpu: FakeCuda, 
             seen.append([options.asyncOp for options in one._options])
         return seen
 
-    with nccl_by_gloo():
+    with nccl_by_gloo(gpu):
         assert on_two_ranks(run) == [[[False] * 3, [True] * 3, [False] * 3]] * 2
 
 
@@ -343,7 +355,7 @@ def test_an_aborted_group_releases_its_rank_with_one_sentence(gpu: FakeCuda, tmp
             one.all_reduce(torch.ones(2, device=DEVICE))
         return None
 
-    with nccl_by_gloo():
+    with nccl_by_gloo(gpu):
         on_two_ranks(run)
 
 
@@ -361,7 +373,7 @@ def test_stages_send_over_nccl(gpu: FakeCuda, tmp_path: Path) -> None:
         one.close()
         return found
 
-    with nccl_by_gloo():
+    with nccl_by_gloo(gpu):
         assert on_two_ranks(run) == [[5, 6, 7], list(range(24))]
 
 
@@ -380,7 +392,7 @@ def test_weights_come_over_nccl(gpu: FakeCuda, address: str) -> None:
         end.close()
         return all(torch.equal(one, other) for one, other in zip(found, sent, strict=True))
 
-    with nccl_by_gloo():
+    with nccl_by_gloo(gpu):
         assert on_two_ranks(run) == [True, True]
 
 

@@ -1,10 +1,12 @@
-"""A CUDA device that is not there: tensors report it, and are computed on the CPU.
+"""CUDA devices that are not there: tensors report them, and are computed on the CPU.
 
     with FakeCuda() as gpu:          torch sees one H100; everything below is done for real, on the CPU
         ...                          gpu.waits: operations for which a CPU would have waited, and where
 
 What a GPU would do wrongly or refuse is found here too: a mixture of devices, memory that is not pinned under a copy
-that should not wait, a wait inside of a capture. A capture records its operations; a replay runs them again on the same
+that should not wait, a wait inside of a capture. With several devices also what depends on the current one, which is
+cuda:0 in a new thread: a kernel of Triton that is launched on another device than that of its tensors, an event that is
+recorded on two devices. A capture records its operations; a replay runs them again on the same
 memory, so what Python computed at capture is as frozen as in a CUDA graph. Triton's kernels run in its interpreter, or
 are only counted (`interpret=False`): memory that they would have written has zeros.
 
@@ -20,7 +22,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from ctypes import c_int, c_ssize_t, c_void_p
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -56,7 +58,7 @@ class OnDevice(Tensor):
     inner: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> OnDevice:
+    def __new__(cls, inner: Tensor, device: torch.device = DEVICE) -> OnDevice:
         with torch.inference_mode(False):  # a view of a tensor from outside must not be one of inference
             made = Tensor._make_wrapper_subclass(
                 cls,
@@ -64,7 +66,7 @@ class OnDevice(Tensor):
                 strides=inner.stride(),
                 storage_offset=inner.storage_offset(),
                 dtype=inner.dtype,
-                device=DEVICE,
+                device=device,
             )
         made.inner = inner
         return made
@@ -78,13 +80,13 @@ class OnDevice(Tensor):
 
     def untyped_storage(self) -> Any:
         """Return the memory, which reports the device."""
-        return DeviceStorage(self.inner.untyped_storage())
+        return DeviceStorage(self.inner.untyped_storage(), self.device)
 
     def set_(self, source: Any, *more: Any) -> Any:  # type: ignore[override]
         """Return a tensor over memory of the device, of the dtype of this one."""
         assert isinstance(source, DeviceStorage)
         with torch._C._DisableTorchDispatch():
-            return OnDevice(torch.empty(0, dtype=self.dtype).set_(source.inner, *more))
+            return OnDevice(torch.empty(0, dtype=self.dtype).set_(source.inner, *more), source.device)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,7 +99,7 @@ class OnDevice(Tensor):
             if func in (Tensor.__int__, Tensor.__float__, Tensor.__index__):
                 return func(torch.as_tensor(args[0].item()))
             if func is Tensor.numpy:
-                raise TypeError(f"can't convert a tensor of {DEVICE} to numpy")
+                raise TypeError(f"can't convert a tensor of {args[0].device} to numpy")
             if func is Tensor.copy_:
                 return copied(*args, **(kwargs or {}))
             if func is Tensor.__getitem__:
@@ -119,10 +121,8 @@ class OnDevice(Tensor):
 class DeviceStorage:
     """The memory of a tensor of the device. `inner` is a storage of the CPU."""
 
-    device = DEVICE
-
-    def __init__(self, inner: torch.UntypedStorage) -> None:
-        self.inner = inner
+    def __init__(self, inner: torch.UntypedStorage, device: torch.device) -> None:
+        self.inner, self.device = inner, device
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -143,27 +143,63 @@ class Capture:
     operations: list[Callable[[], None]] = field(default_factory=list)
 
 
+class ThreadState(threading.local):
+    """What CUDA and torch keep for each thread."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams: dict[int, Stream] = {}  # the current one of a device; absent: the default stream
+        self.capturing: Capture | None = None
+        self.pool: Pool | None = None  # in which tensors are allocated; None: the device's own
+
+
 class FakeCuda(TorchDispatchMode):
-    """The device, while its `with` lasts.
+    """The devices, while its `with` lasts.
 
     Args:
         interpret: whether Triton's kernels are interpreted; otherwise they are counted only.
         capability: compute capability.
+        devices: number of devices.
     """
 
-    def __init__(self, *, interpret: bool = True, capability: tuple[int, int] = (9, 0)) -> None:
+    def __init__(self, *, interpret: bool = True, capability: tuple[int, int] = (9, 0), devices: int = 1) -> None:
         super().__init__()
-        self.interpret, self.capability = interpret, capability
+        self.interpret, self.capability, self.devices = interpret, capability, devices
         self.waits: list[Wait] = []
         self.launches: Counter[str] = Counter()
         self.operations = 0
-        self.capturing: Capture | None = None
         self.pinned: set[int] = set()
         self.registering = 0  # the result of cudaHostRegister; an error above 0
-        self.pool: Pool | None = None  # in which tensors are allocated; None: the device's own
-        self.streams: list[Any] = [Stream(self)]
+        self._defaults = [Stream(self, number) for number in range(devices)]
+        self._here = ThreadState()
         self._patches = ExitStack()
         self._wrappers: dict[int, Any] = {}
+
+    @property
+    def capturing(self) -> Capture | None:
+        """The capture of this thread."""
+        return self._here.capturing
+
+    @property
+    def current(self) -> torch.device:
+        """The current device of this thread."""
+        return torch.device("cuda", self._here.device)
+
+    def numbered(self, device: Any = None) -> int:
+        """Return the number of a device; that of the current one for None or for no number."""
+        if isinstance(device, int):
+            number = device
+        else:
+            index = None if device is None else torch.device(device).index
+            number = self._here.device if index is None else index
+        if not 0 <= number < self.devices:
+            raise RuntimeError(f"CUDA error: invalid device ordinal {number}")
+        return number
+
+    def stream_of(self, device: Any = None) -> Stream:
+        """Return the current stream of a device."""
+        number = self.numbered(device)
+        return self._here.streams.get(number, self._defaults[number])
 
     # ------------------------------------------------------------------------------------------------ operations
 
@@ -183,15 +219,17 @@ class FakeCuda(TorchDispatchMode):
         if asked is not None:
             kwargs["device"] = torch.device("cpu") if asked.type == "cuda" else asked
         to_device = asked.type == "cuda" if asked is not None else bool(ours)
+        on = ours[0].device if asked is None and ours else torch.device("cuda", self.numbered(asked))
         if func.overloadpacket in (aten._to_copy, aten.copy_):
             self._copied(func, args, kwargs, asked)
         elif ours:
             self._checked(func, flat, ours)
         self.operations += 1
         given, named = tree_map(inner_of, (args, kwargs))
-        result = func(*given, **named)
-        if self.pool is not None and to_device and not any(one.alias_info for one in func._schema.returns):
-            result = tree_map(self.pool.placed, result)
+        result = computed(func, given, named)
+        pool = self._here.pool
+        if pool is not None and to_device and not any(one.alias_info for one in func._schema.returns):
+            result = tree_map(pool.placed, result)
         if func.overloadpacket in EMPTY and not self.interpret:
             result.zero_()  # no kernel writes it
         if self.capturing is not None and to_device and func.overloadpacket not in EMPTY:  # a replay allocates nothing
@@ -206,13 +244,13 @@ class FakeCuda(TorchDispatchMode):
         def wrapped(one: Any) -> Any:
             if not isinstance(one, Tensor):
                 return one
-            return known[id(one)] if id(one) in known else OnDevice(one)
+            return known[id(one)] if id(one) in known else OnDevice(one, on)
 
         return tree_map(wrapped, result)
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, OnDevice):
-            raise RuntimeError(f"a tensor of {DEVICE} cannot be pinned")
+            raise RuntimeError(f"a tensor of {tensor.device} cannot be pinned")
         copy = tensor.clone()
         self.pinned.add(copy.untyped_storage().data_ptr())
         return copy
@@ -249,11 +287,14 @@ class FakeCuda(TorchDispatchMode):
             self.wait(f"{packet} by a mask")
         elif packet is aten.equal:
             self.wait("tensors are compared by the CPU")
+        if len({one.device for one in ours}) > 1:
+            raise RuntimeError(f"{func}: tensors of several devices, {[(str(one.device), *one.shape) for one in ours]}")
         others = [one for one in flat if isinstance(one, Tensor) and not isinstance(one, OnDevice) and one.dim()]
         if others and packet in (aten.index, aten.index_put, aten.index_put_):
             self.wait(f"{packet} by numbers of the CPU")
         elif others:
-            raise RuntimeError(f"{func}: tensors of {DEVICE} and of the CPU, {[tuple(one.shape) for one in others]}")
+            shapes = [tuple(one.shape) for one in others]
+            raise RuntimeError(f"{func}: tensors of {ours[0].device} and of the CPU, {shapes}")
 
     def wait(self, what: str) -> None:
         """Note that the CPU waits for the device. Raises RuntimeError inside of a capture."""
@@ -272,7 +313,7 @@ class FakeCuda(TorchDispatchMode):
             return
 
         def again() -> None:
-            new = func(*args, **kwargs)
+            new = computed(func, args, kwargs)
             for old, fresh in zip(tree_flatten(result)[0], tree_flatten(new)[0], strict=True):
                 if isinstance(old, Tensor) and old is not fresh:
                     old.copy_(fresh)
@@ -283,9 +324,13 @@ class FakeCuda(TorchDispatchMode):
         """Launch a kernel of Triton."""
         self.launches[name] += 1
         if self.interpret:
-            run()
-            if self.capturing is not None:
-                self.capturing.operations.append(run)
+            self.run(run)
+
+    def run(self, operation: Callable[[], None]) -> None:
+        """Run what is no operation of torch, and at each replay of the capture of this thread, if there is one."""
+        operation()
+        if self.capturing is not None:
+            self.capturing.operations.append(operation)
 
     # ---------------------------------------------------------------------------------------------- torch.cuda
 
@@ -303,41 +348,68 @@ class FakeCuda(TorchDispatchMode):
             L2_cache_size=50 << 20,
         )
 
+        here = self._here
+
+        @contextmanager
+        def on_device(device: Any) -> Iterator[None]:
+            before, here.device = here.device, self.numbered(device)
+            try:
+                yield
+            finally:
+                here.device = before
+
+        def set_device(device: Any) -> None:
+            here.device = self.numbered(device)
+
         @contextmanager
         def stream(one: Stream | None) -> Iterator[None]:
             if one is None:
                 yield
                 return
-            self.streams.append(one)
-            try:
-                yield
-            finally:
-                self.streams.pop()
+            with on_device(one.number):
+                before = self.stream_of(one.number)
+                here.streams[one.number] = one
+                try:
+                    yield
+                finally:
+                    here.streams[one.number] = before
 
         @contextmanager
         def graph(made: Graph, **_: Any) -> Iterator[None]:
-            if self.streams[-1] is self.streams[0]:
+            if self.stream_of() is self._defaults[here.device]:
                 raise RuntimeError("CUDA graphs must be captured on a non-default stream")
-            self.capturing = made.capture
+            here.capturing = made.capture
             try:
                 yield
             finally:
-                self.capturing = None
+                here.capturing = None
 
         @contextmanager
         def pooled(pool: Pool, device: Any = None) -> Iterator[None]:
-            self.pool, before = pool, self.pool
+            here.pool, before = pool, here.pool
             try:
                 yield
             finally:
-                self.pool = before
+                here.pool = before
+
+        class StreamOf(Stream):  # classes, since annotations of libraries name them
+            def __init__(self, device: Any = None, **_: Any) -> None:
+                super().__init__(gpu, gpu.numbered(device))
+
+        class EventOf(Event):
+            def __init__(self, **options: Any) -> None:
+                super().__init__(gpu, **options)
+
+        class GraphOf(Graph):
+            def __init__(self) -> None:
+                super().__init__(gpu)
 
         changed: dict[str, Any] = {
             "is_available": lambda: True,
-            "device_count": lambda: 1,
-            "current_device": lambda: 0,
-            "set_device": lambda *_: None,
-            "device": lambda *_: nullcontext(),
+            "device_count": lambda: self.devices,
+            "current_device": lambda: here.device,
+            "set_device": set_device,
+            "device": on_device,
             "_lazy_init": lambda: None,
             "is_initialized": lambda: True,
             "get_device_capability": lambda *_: self.capability,
@@ -350,15 +422,15 @@ class FakeCuda(TorchDispatchMode):
             "reset_peak_memory_stats": lambda *_: None,
             "empty_cache": lambda: None,
             "synchronize": lambda *_: self.wait("the device is waited for"),
-            "Stream": lambda *_, **__: Stream(self),
-            "Event": lambda **options: Event(self, **options),
-            "current_stream": lambda *_: self.streams[-1],
-            "default_stream": lambda *_: self.streams[0],
+            "Stream": StreamOf,
+            "Event": EventOf,
+            "current_stream": self.stream_of,
+            "default_stream": lambda device=None: self._defaults[self.numbered(device)],
             "stream": stream,
             "graph_pool_handle": lambda: (0, 1),
             "MemPool": Pool,
             "use_mem_pool": pooled,
-            "CUDAGraph": lambda: Graph(self),
+            "CUDAGraph": GraphOf,
             "graph": graph,
             "cudart": lambda: SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister),
         }
@@ -370,8 +442,10 @@ class FakeCuda(TorchDispatchMode):
         made = torch.tensor
 
         def tensor(data: Any, *, device: Any = None, **options: Any) -> Any:  # which has no dispatch to its device
-            here = made(data, **options)
-            return here if device is None or torch.device(device).type != "cuda" else here.to(DEVICE)
+            there = made(data, **options)
+            if device is None or torch.device(device).type != "cuda":
+                return there
+            return there.to(torch.device("cuda", self.numbered(device)))
 
         self._patches.enter_context(mock.patch.object(torch, "tensor", tensor))
         plain = threading.Thread.run
@@ -409,8 +483,13 @@ class FakeCuda(TorchDispatchMode):
 class Stream:
     """A stream; everything runs at once."""
 
-    def __init__(self, gpu: FakeCuda) -> None:
-        self.gpu, self.cuda_stream = gpu, id(self)
+    def __init__(self, gpu: FakeCuda, number: int) -> None:
+        self.gpu, self.number, self.cuda_stream = gpu, number, id(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Its device."""
+        return torch.device("cuda", self.number)
 
     def synchronize(self) -> None:
         """Wait."""
@@ -435,11 +514,20 @@ class Event:
     """An event, which has happened once it is recorded."""
 
     def __init__(self, gpu: FakeCuda, enable_timing: bool = False, **_: Any) -> None:
-        self.gpu, self.timed, self.recorded = gpu, enable_timing, False
+        self.gpu, self.timed = gpu, enable_timing
+        self.number: int | None = None  # of the device on which it was recorded first, to which it belongs
+
+    @property
+    def recorded(self) -> bool:
+        """Whether it was recorded."""
+        return self.number is not None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Record it."""
-        self.recorded = True
+        """Record it. Raises RuntimeError on another device than before."""
+        number = (stream or self.gpu.stream_of()).number
+        if self.number not in (None, number):
+            raise RuntimeError(f"an event of cuda:{self.number} is recorded on a stream of cuda:{number}")
+        self.number = number
 
     def query(self) -> bool:
         """Return that it has happened."""
@@ -457,6 +545,8 @@ class Event:
         """Return a few microseconds in milliseconds."""
         if not (self.timed and other.timed):
             raise ValueError("both events must be made with enable_timing=True")
+        if self.number != other.number or not self.recorded:
+            raise RuntimeError(f"no time between events of devices {self.number} and {other.number}")
         return 0.005
 
 
@@ -517,7 +607,7 @@ def viewed(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
         elif isinstance(one, Tensor):
             tensors.append(one)
         elif isinstance(one, bool) or not hasattr(one, "__index__"):
-            raise TypeError(f"an index of {type(one).__name__} on {DEVICE}")
+            raise TypeError(f"an index of {type(one).__name__} on {tensor.device}")
         else:
             tensor = aten.select.int(tensor, dim, one.__index__())
     return tensor, tensors
@@ -526,7 +616,7 @@ def viewed(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
 def indexed(tensor: Tensor, index: Any) -> Tensor:
     """Return tensor[index]."""
     if not isinstance(tensor, OnDevice):
-        raise RuntimeError(f"a tensor of the CPU is indexed by one of {DEVICE}")
+        raise RuntimeError("a tensor of the CPU is indexed by one of a GPU")
     tensor, tensors = viewed(tensor, index)
     return tensor if all(one is None for one in tensors) else aten.index.Tensor(tensor, tensors)
 
@@ -553,8 +643,15 @@ def put(tensor: Tensor, index: Any, value: Any) -> None:
     if all(one is None for one in tensors):
         copied(tensor, value) if isinstance(value, Tensor) else tensor.fill_(value)
     else:
-        given = value if isinstance(value, Tensor) else torch.full((), value, dtype=tensor.dtype, device=DEVICE)
+        given = value if isinstance(value, Tensor) else torch.full((), value, dtype=tensor.dtype, device=tensor.device)
         aten.index_put_.default(tensor, tensors, given)
+
+
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of an operation on the CPU, for types, too, that it has on a GPU only."""
+    if func.overloadpacket is aten.histc and not args[0].is_floating_point():
+        return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
 
 
 def inner_of(one: Any) -> Any:
@@ -587,6 +684,8 @@ def launches_of(gpu: FakeCuda) -> Iterator[None]:
         for place, one in enumerate(args):
             if isinstance(one, Tensor) and not isinstance(one, OnDevice):
                 raise RuntimeError(f"{self.__name__}: argument {place} is a tensor of the CPU")
+            if isinstance(one, OnDevice) and one.device != gpu.current:
+                raise RuntimeError(f"{self.__name__} on {gpu.current}: argument {place} is a tensor of {one.device}")
         given = [inner_of(one) for one in args]
 
         def launched() -> None:

@@ -69,13 +69,17 @@ def ranks_of(
 
     Args:
         place: for their sockets, and a journal of each in `rank0`, `rank1`, ...
-        options, more: fields of EngineConfig; `sched`: fields of SchedConfig, over those of OF_ENGINE.
+        options, more: fields of EngineConfig; `sched`: fields of SchedConfig, over those of OF_ENGINE. A `device` of
+            `cuda` is that of the first rank, the next one that of the second, ...
     """
     place.mkdir(exist_ok=True)
 
     def make(rank: int) -> LLM:
+        given = {**CPU, **options, **more}
+        if given["device"] == "cuda":
+            given["device"] = f"cuda:{rank}"
         config = EngineConfig(
-            **{**CPU, **options, **more},
+            **given,
             tp=ranks,
             attention_dp=ranks,
             rank_schedulers=True,

@@ -126,11 +126,6 @@ class ForwardBatch:
         return len(self.token_ids)
 
     @property
-    def most_new(self) -> int:
-        """New tokens of the row with the most."""
-        return int((self.lengths_host - self.starts_host).max(initial=0))
-
-    @property
     def longest(self) -> int:
         """Positions that are read for the longest row."""
         return int(self.lengths_host.max(initial=0))

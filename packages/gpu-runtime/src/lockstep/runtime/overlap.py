@@ -3,8 +3,9 @@
 All launches that change or read the device's state run on one stream, `forward`, in launch order. Results leave on a
 second stream, `copy`, so that the next pass does not wait for a transfer. While serving, the CPU waits in one place
 only, `Download.wait`, and only for a batch that it is about to deliver. (At start it waits for captures and
-measurements; after an error, in `StreamLane.check`; and in FlashInfer's ring of pinned plans, if more plans are in
-flight than it holds.)
+measurements; after an error, in `StreamLane.check`; in FlashInfer's ring of pinned plans, if more plans are in flight
+than it holds; for the numbers of rows that experts on other ranks receive; and in encoders of media, since
+transformers' code reads their sizes from the device.)
 
     CPU      | pack n | launch n |            | pack n+1 | launch n+1 |  wait n | deliver n | pack n+2 ...
     forward  |                   | fold n, pass n, sample n | fold n+1, pass n+1, sample n+1 |
@@ -179,7 +180,7 @@ class CudaLane:
 
     def upload(self, array: NDArray[Any]) -> Tensor:
         """Copy an array through pinned memory, without waiting."""
-        host = torch.from_numpy(array)
+        host = torch.from_numpy(array if array.flags.writeable else array.copy())  # those of a message are not
         pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
         pinned.copy_(host)
         return pinned.to(self.device, non_blocking=True)
