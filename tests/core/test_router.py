@@ -278,6 +278,23 @@ def test_facts_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "fact",
+    [
+        RequestOffered(time_us=9, request_id=0, prompt_tokens=1),
+        RequestEnded(time_us=9, request_id=0),
+        EngineChanged(time_us=9, engine=0, state="draining"),
+        LoadReported(time_us=9, engine=0, measured_us=9, requests=0, tokens=0),
+    ],
+    ids=lambda fact: type(fact).__name__,
+)
+def test_no_fact_of_any_kind_is_older_than_the_one_before(fact: RouterFact) -> None:
+    router = Router(RouterConfig(), (EngineShare(),) * 2)
+    router.step(fact)
+    with pytest.raises(ContractError, match="time ran backwards: 8 us after 9 us"):
+        router.step(RequestEnded(time_us=8, request_id=0))
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"policy": "random"}, "`router` must be one of round_robin, least_requests"),

@@ -44,6 +44,7 @@ def test_everything_before_the_corruption_is_copied(corrupt: Path, tmp_path: Pat
     assert kept.dropped_bytes > 0
     replay(out)
     assert sorted((corrupt / "journal").iterdir()) == before
+    assert (out / "journal").stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o077 == 0 for path in (out / "journal").iterdir())
 
 
