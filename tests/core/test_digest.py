@@ -44,7 +44,7 @@ from lockstep.core.contract.commands import (
     WriteToStorage,
 )
 from lockstep.core.contract.digest import EMPTY_DIGEST, step_digest
-from lockstep.core.contract.events import Grammar
+from lockstep.core.contract.events import AdmissionDeferred, Grammar, RequestAdmitted, RequestRetracted
 
 
 def ids(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -75,7 +75,7 @@ FULL = BatchPlan(
     extend_rows=2,
     token_ids=ints(50, 51),
     sample_rows=ints(0, 2),
-    deltas=PageDeltas(pages=ints(3, 4), runs=ints(1, 0, 2)),
+    deltas=PageDeltas(ints(3, 4), ints(1, 0, 1), ints(3), ints(2)),
     generation=1,
     microbatch=1,
     starts_after=(AfterBatch(2, 3, 3),),
@@ -106,9 +106,9 @@ COMMANDS: tuple[Command, ...] = (
     CopyToHost(1, ints(1, 2), ints(3, 4), True, 1, COPIES),
     LoadFromHost(2, ints(1, 2), ints(3, 4), 1, COPIES),
     PrefetchFromStorage(
-        3, (b"a", b"b"), ints(1, 2), 1, (BlockFetch("state", (b"c", b"d"), (True, False), 1, ints(5)),), 1
+        3, (b"a", b"b", b"c"), ints(1, 2), 1, (BlockFetch("state", (b"d", b"e", b"f"), (True, False, True), 1, ints(5)),), 1
     ),
-    WriteToStorage(4, (b"a", b"b"), ints(1, 2), 1, (BlockStore("state", (b"c",), ints(5)),), b"z"),
+    WriteToStorage(4, (b"a", b"b", b"c"), ints(1, 2), 1, (BlockStore("state", (b"g",), ints(5)),), b"z"),
     MeasureExpertLoad(1),
     MoveExperts(2, (0, 1), ints(3, 4), 1),
     ControlAnswered(3, True, "why"),
@@ -116,6 +116,7 @@ COMMANDS: tuple[Command, ...] = (
 LEFT_OUT = {
     "LaunchBatch": {
         "plan.rows",  # of the first batches of a request: the admission has them
+        "plan.steps",  # the ends of spans have it
         "plan.token_ids",
         "plan.ids_digest",
         "plan.deltas.opened_rows",
@@ -177,8 +178,29 @@ def test_the_digest_covers_every_field_of_a_command_but_those_that_follow_from_o
 
 @pytest.mark.parametrize(
     ("commands", "known"),
-    [((LaunchBatch(PLAIN),), ""), (COMMANDS, "")],
+    [
+        ((LaunchBatch(PLAIN),), "75caad505478dbe22a40f491061adcf4"),
+        (COMMANDS, "540fdc9fac9ec276aff7aa132d538d51"),
+    ],
     ids=["plain", "full"],
 )
 def test_digests_of_old_journals_stay_as_they_are(commands: tuple[Command, ...], known: str) -> None:
     assert digest(*commands).hex() == known
+
+
+def test_a_decided_event_leaves_out_its_last_fields_with_default_values_only() -> None:
+    events = (
+        RequestAdmitted(1, 2, 3, 4, 5, 6),
+        RequestAdmitted(1, 2, 3, 4, 5, 6, 0, 7),
+        RequestAdmitted(1, 2, 3, 4, 5, 6, 7, 0, 8),
+        RequestAdmitted(1, 2, 3, 4, 5, 6, 0, 0, 0, 9),
+        AdmissionDeferred(1, 2, "kv_budget", 3, 4, 0),
+        AdmissionDeferred(1, 2, "kv_budget", 3, 4),
+        AdmissionDeferred(1, 2, "kv_budget", 3, 0, 0),
+        AdmissionDeferred(1, 2, "kv_budget", 3),
+        RequestRetracted(1, 2, 3, 4, -1, "pages"),
+        RequestRetracted(1, 2, 3, 4, 9, "pages"),
+    )
+    step = Step(decided=list(events))
+    assert step_digest(EMPTY_DIGEST, step).hex() == "2e95f533220220d57c2766cc3afbe4e6"
+    assert len({step_digest(EMPTY_DIGEST, Step(decided=[event])) for event in events}) == len(events)
