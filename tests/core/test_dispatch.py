@@ -110,6 +110,15 @@ def test_tenants_that_are_forgotten_change_no_decision(monkeypatch: pytest.Monke
     assert forgetful.digest == kept.digest
 
 
+def test_the_digest_covers_the_engine_that_was_chosen() -> None:
+    digests = set()
+    for engine in (0, 1):
+        told = Told(engines=2)
+        assert told.offer(named=engine) == [(0, engine, "named")]
+        digests.add(told.dispatcher.digest)
+    assert len(digests) == 2
+
+
 def test_a_full_queue_drops_the_newest_of_the_tenant_with_the_most_waiting() -> None:
     told = Told(engines=1, open_max=1, waiting_max=2)
     told.offer("a"), told.offer("a"), told.offer("a")

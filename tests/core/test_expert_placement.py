@@ -193,3 +193,10 @@ def test_an_engine_adds_reports_up_decides_nothing_and_remembers_them_in_snapsho
         with pytest.raises(ContractError, match="experts"):
             again.step(impossible)
         assert snapshot.dump(again) == before
+
+
+def test_a_model_may_have_one_layer_with_experts() -> None:
+    engine = Engine(SchedConfig(pages=16, page_size=16, context_tokens_max=128))
+    engine.step(report(5, [[1, 2]]))
+    assert engine.experts.loads is not None
+    assert engine.experts.loads.counts.tolist() == [[1, 2]]

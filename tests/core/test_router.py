@@ -211,6 +211,7 @@ def test_total_tokens_counts_reported_tokens_and_prompts_sent_since() -> None:
     told.report(0, requests=1, tokens=1_000, measured_us=0)
     told.report(1, requests=50, tokens=100, measured_us=0)
     assert told.engines(3, tokens=600) == [1, 1, 0]
+    assert told.router.load_tokens() == [1_600, 1_300]
 
 
 def test_a_named_engine_is_taken_whatever_the_policy_and_checked() -> None:
