@@ -34,7 +34,8 @@ add a prompt=1..9 max_new=4
 step
 """
 STORED = """
-config page_size=2 pages=8 overlap_depth=0 hybrid.state_slots=2 hybrid.checkpoint_tokens=4 tiers.host_pages=12 tiers.storage=yes tiers.load_tokens_min=1 tiers.prefetch_tokens_min=1
+config page_size=2 pages=8 overlap_depth=0 hybrid.state_slots=2 hybrid.checkpoint_tokens=4 \
+tiers.host_pages=12 tiers.storage=yes tiers.load_tokens_min=1 tiers.prefetch_tokens_min=1
 
 add a prompt=1..5 max_new=1
 moved
@@ -49,7 +50,8 @@ moved
 add c prompt=1..9 max_new=1
 """
 LAYERS = """
-config page_size=2 pages=40 overlap_depth=0 multiplexing.layers=4 multiplexing.sms=100 multiplexing.divisions=70:30:0,60:40:2 multiplexing.token_budget=16
+config page_size=2 pages=40 overlap_depth=0 multiplexing.layers=4 \
+multiplexing.sms=100 multiplexing.divisions=70:30:0,60:40:2 multiplexing.token_budget=16
 
 add a prompt=1..4 max_new=9
 step

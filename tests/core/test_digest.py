@@ -106,7 +106,12 @@ COMMANDS: tuple[Command, ...] = (
     CopyToHost(1, ints(1, 2), ints(3, 4), True, 1, COPIES),
     LoadFromHost(2, ints(1, 2), ints(3, 4), 1, COPIES),
     PrefetchFromStorage(
-        3, (b"a", b"b", b"c"), ints(1, 2), 1, (BlockFetch("state", (b"d", b"e", b"f"), (True, False, True), 1, ints(5)),), 1
+        3,
+        (b"a", b"b", b"c"),
+        ints(1, 2),
+        1,
+        (BlockFetch("state", (b"d", b"e", b"f"), (True, False, True), 1, ints(5)),),
+        1,
     ),
     WriteToStorage(4, (b"a", b"b", b"c"), ints(1, 2), 1, (BlockStore("state", (b"g",), ints(5)),), b"z"),
     MeasureExpertLoad(1),
