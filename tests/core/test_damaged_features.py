@@ -77,6 +77,13 @@ config page_size=2 pages=32 overlap_depth=0
 
 add a prompt=1..7 max_new=2 n=3
 """
+CHUNKS = """
+config page_size=2 pages=16 overlap_depth=0 chunked_prefill_size=4
+
+add a prompt=1..8 max_new=2
+step
+collect
+"""
 IDLE = """
 config page_size=2 pages=16 overlap_depth=0
 
@@ -158,6 +165,15 @@ def follows_a_request_that_ended(engine: Engine) -> None:
     samples[99] = samples.pop(0)
 
 
+def split_prompt_at_its_end(engine: Engine) -> None:
+    assert engine.prefilling is not None
+    engine.prefilling.computed = 8
+
+
+def waiting_request_is_computed(engine: Engine) -> None:
+    engine.waiting[0].computed = 2
+
+
 @pytest.mark.parametrize(
     ("found", "scenario", "damage"),
     [
@@ -172,6 +188,8 @@ def follows_a_request_that_ended(engine: Engine) -> None:
         ("S30: . decodes in microbatch ., its place is in another", STAGES, places_exchanged),
         ("D11: r99 has ended and holds encoder output", MEDIA, output_pinned_for_ever),
         ("S5: encoder output that batch 0 may read is not there", MEDIA, output_of_a_batch_dropped),
+        ("S18: a stopped its chunk at 8 of 8", CHUNKS, split_prompt_at_its_end),
+        ("S6: a waits but holds row -1, 2 positions computed", SAMPLES, waiting_request_is_computed),
         ("L1: 2 samples follow r99, which has ended", SAMPLES, follows_a_request_that_ended),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
