@@ -56,7 +56,9 @@ TARGETS = {
         (
             "tests/core",
             "tests/golden",
+            "tests/lockstep/test_decode_runs.py",
             "tests/properties",
+            "tests/test_command.py",
             "tests/test_data_parallel.py",
             "tests/test_data_parallel_delayer.py",
             "tests/test_data_parallel_histories.py",

@@ -99,6 +99,18 @@ def countdown(size):
         size -= 1
     return size
 """
+DERIVED = """
+class Lidless:
+    closed = False
+
+    def close(self):
+        self.closed = True
+
+
+class Lid(Lidless):
+    def close(self):
+        super().close()
+"""
 TESTS = """
 from box import capped, countdown
 
@@ -139,6 +151,18 @@ def test_a_mutant_takes_effect_wherever_its_function_is_held(tmp_path: Path, mon
     assert held(3) == 10
     with pytest.raises(ValueError, match="capped has 0 times `size < 10`, expected once"):
         edited_code(held, "size < 10", "False")
+
+
+def test_a_call_of_the_parent_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "derived_box.py").write_text(DERIVED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import derived_box  # type: ignore[import-not-found]
+
+    (mutant,) = (one for one in mutants_of(tmp_path / "derived_box.py") if "`super().close()` is left out" in one.name)
+    LiveFunctions({mutant.path}).mutate(mutant)
+    box = derived_box.Lid()
+    box.close()
+    assert not box.closed
 
 
 def test_mutants_are_found_by_the_tests_of_their_lines(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
+from lockstep.core.cluster import dispatch
 from lockstep.core.cluster.dispatch import DispatchConfig, Dispatcher, DispatchFact, ProbeAnswered
 from lockstep.core.cluster.router import (
     ROUTER_POLICIES,
@@ -89,6 +90,33 @@ def test_shares_are_by_weight() -> None:
         running = sent[0]
         going.append(running % 2 == 0)
     assert 11 <= sum(going) <= 13  # of 16, three quarters
+
+
+def test_tenants_that_are_forgotten_change_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    def many_tenants() -> Dispatcher:
+        told = Told(engines=1, open_max=1)
+        told.offer("t0")
+        running = 0
+        for number in range(80):
+            told.offer(f"t{number // 2}"), told.offer(f"t{number % 5}")
+            for _ in range(1 + number % 3):
+                ((running, _, _),) = told.end(running, output_tokens=256)  # as many as expected
+        return told.dispatcher
+
+    kept = many_tenants()
+    monkeypatch.setattr(dispatch, "TENANTS_REMEMBERED", 1)
+    forgetful = many_tenants()
+    assert len(forgetful.given) < len(kept.given)
+    assert forgetful.digest == kept.digest
+
+
+def test_the_digest_covers_the_engine_that_was_chosen() -> None:
+    digests = set()
+    for engine in (0, 1):
+        told = Told(engines=2)
+        assert told.offer(named=engine) == [(0, engine, "named")]
+        digests.add(told.dispatcher.digest)
+    assert len(digests) == 2
 
 
 def test_a_full_queue_drops_the_newest_of_the_tenant_with_the_most_waiting() -> None:

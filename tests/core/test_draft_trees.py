@@ -81,6 +81,7 @@ def test_a_tree_of_one_alternative_is_a_chain() -> None:
 def test_drafts_below_the_least_chance_are_left_out_but_the_first() -> None:
     chances = TreeChances([[100.0, 100.0]], [[50.0, 10.0]])
     assert best_parents(chances, 9, topk=2, steps=2, least=0.2).tolist() == [0, 1]
+    assert best_parents(chances, 9, topk=2, steps=2, least=0.25).tolist() == [0, 1]  # its chance is 0.25 exactly
     assert best_parents(chances, 9, topk=2, steps=2, least=0.9).tolist() == [0]
 
 

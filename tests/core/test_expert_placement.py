@@ -122,6 +122,11 @@ def test_a_hot_expert_is_copied_and_its_copies_are_spread() -> None:
     assert gpu_loads(loads, placement, 4).max() <= 45  # unbalanced: 100
 
 
+def test_every_gpu_may_have_every_expert() -> None:
+    placement = balance(np.ones((1, 8)), slots=16, gpus=2)
+    assert np.sort(placement.reshape(2, 8), axis=1).tolist() == [list(range(8))] * 2
+
+
 def test_renamed_gpus_fetch_no_more_and_nothing_if_nothing_changed() -> None:
     random = np.random.Generator(np.random.Philox(3))
     loads = random.gamma(1.0, size=(6, 32))
@@ -188,3 +193,10 @@ def test_an_engine_adds_reports_up_decides_nothing_and_remembers_them_in_snapsho
         with pytest.raises(ContractError, match="experts"):
             again.step(impossible)
         assert snapshot.dump(again) == before
+
+
+def test_a_model_may_have_one_layer_with_experts() -> None:
+    engine = Engine(SchedConfig(pages=16, page_size=16, context_tokens_max=128))
+    engine.step(report(5, [[1, 2]]))
+    assert engine.experts.loads is not None
+    assert engine.experts.loads.counts.tolist() == [[1, 2]]

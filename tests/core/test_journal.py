@@ -158,6 +158,7 @@ def test_segments_rotate_and_read_as_one(tmp_path: Path, durability: str) -> Non
     assert all(path.stat().st_size < 4096 + 1024 for path in journal.segments)
     headers = [record for record in journal.records() if isinstance(record, HeaderRecord)]
     assert [record.header.segment for record in headers] == list(range(len(journal.segments)))
+    assert [record.segment for record in headers] == list(range(len(journal.segments)))
     assert [record.header.first_sequence for record in headers] == [record.sequence for record in headers]
     assert [record.sequence for record in journal.records()] == list(range(journal.tail.records))
     assert events_of(tmp_path) == events

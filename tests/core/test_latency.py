@@ -88,6 +88,31 @@ def test_passes_that_take_less_the_longer_they_are_teach_nothing() -> None:
     assert latency.tokens_within(4000, 0, 0, 0) is None
 
 
+def test_small_chunks_are_fitted_too() -> None:
+    latency = ExtendLatency()
+    for i in range(20):
+        tokens = 8 * (1 + i % 5)
+        latency.observe(a_pass((0, tokens)), 400 + 50 * tokens)
+    assert latency.tokens_within(2400, 0, 0, 0) == pytest.approx(40, abs=1)
+
+
+def test_passes_without_a_duration_teach_nothing() -> None:
+    latency = ExtendLatency()
+    for plan in VARIED:
+        latency.observe(plan, 0)
+    assert latency.tokens_within(1000, 0, 0, 0) is None
+    assert latency.tokens_like_first(512, 1000) is None
+
+
+def test_chunks_of_one_size_show_a_small_cost_of_pairs() -> None:
+    """Half a microsecond for 1,024 x 1,024 pairs: behind 20,000 tokens a chunk takes 5 us longer, of 10,000."""
+    latency = ExtendLatency()
+    for i in range(20):
+        latency.observe(a_pass((20_000 * i, 20_000 * i + 512)), 10_000 + round(0.5 * 512 * 20_000 * i / 1024**2))
+    assert latency.tokens_like_first(512, 0) == pytest.approx(512, abs=2)
+    assert latency.tokens_like_first(512, 400_000) == pytest.approx(507, abs=2)
+
+
 def test_a_target_below_the_base_cost_allows_nothing() -> None:
     assert fitted(*VARIED).tokens_within(300, 0, 0, 0) == 0
 

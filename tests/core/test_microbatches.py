@@ -90,6 +90,19 @@ class Played:
         self.tell(BatchFinished(self.now_us, plan.batch_id, tokens, started_us, self.now_us))
 
 
+@pytest.mark.parametrize(("policy", "expected"), [("length", 0), ("priority", 0), ("newest", 1)])
+def test_the_victim_of_all_microbatches_is_that_of_the_policy(policy: str, expected: int) -> None:
+    played = Played(retraction_policy=policy, schedule_policy="priority" if policy == "priority" else "fcfs")
+    for number, launches in enumerate((1, 3)):  # the newer one has more outputs and is more important
+        played.arrive(2, 8, priority=number)
+        for _ in range(launches):
+            played.ready(number)
+            played.finish()
+    microbatches = played.engine.microbatches
+    assert [own.batch.size for own in microbatches.states] == [1, 1]
+    assert microbatches.victim(played.engine.config).request_id == expected
+
+
 # ------------------------------------------------------------------------------------------------------------ settings
 
 

@@ -31,7 +31,7 @@ from lockstep.core.journal import snapshot
 from lockstep.core.requests.rules import LPM_FALLBACK_WAITING
 from lockstep.core.scheduler import ordering
 from lockstep.core.scheduler.engine import Engine
-from lockstep.core.scheduler.ordering import POLICIES, Policy, WaitingQueue
+from lockstep.core.scheduler.ordering import POLICIES, Ordering, Policy, WaitingQueue
 from tests.support import guide
 from tests.support.driver.actions import CONTROLS, Action
 from tests.support.driver.run import run_actions
@@ -462,3 +462,7 @@ def test_positions_may_come_as_an_array(folder: Path) -> None:
 def test_a_policy_type_has_the_signature_that_the_core_calls() -> None:
     policy: Policy = ordering.fcfs
     assert list(policy(WaitingQueue([], waiting_engine(0), 0))) == []
+
+
+def test_a_pass_that_deferred_nothing_for_its_prefix_is_not_tried_again() -> None:
+    assert not Ordering(SchedConfig(schedule_policy="lpm", prefix_deduplication="defer")).close()

@@ -211,6 +211,7 @@ def test_total_tokens_counts_reported_tokens_and_prompts_sent_since() -> None:
     told.report(0, requests=1, tokens=1_000, measured_us=0)
     told.report(1, requests=50, tokens=100, measured_us=0)
     assert told.engines(3, tokens=600) == [1, 1, 0]
+    assert told.router.load_tokens() == [1_600, 1_300]
 
 
 def test_a_named_engine_is_taken_whatever_the_policy_and_checked() -> None:
@@ -275,6 +276,23 @@ def test_facts_that_cannot_be_are_refused() -> None:
         told.router.step(RequestOffered(time_us=5, request_id=0, prompt_tokens=1))
     with pytest.raises(ContractError, match="there is no engine 3: the router has 0 to 2"):
         told.router.step(EngineChanged(time_us=5, engine=3, state="up"))
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        RequestOffered(time_us=9, request_id=0, prompt_tokens=1),
+        RequestEnded(time_us=9, request_id=0),
+        EngineChanged(time_us=9, engine=0, state="draining"),
+        LoadReported(time_us=9, engine=0, measured_us=9, requests=0, tokens=0),
+    ],
+    ids=lambda fact: type(fact).__name__,
+)
+def test_no_fact_of_any_kind_is_older_than_the_one_before(fact: RouterFact) -> None:
+    router = Router(RouterConfig(), (EngineShare(),) * 2)
+    router.step(fact)
+    with pytest.raises(ContractError, match="time ran backwards: 8 us after 9 us"):
+        router.step(RequestEnded(time_us=8, request_id=0))
 
 
 @pytest.mark.parametrize(

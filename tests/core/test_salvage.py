@@ -11,9 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.core.journal.reader import read_journal
-from lockstep.core.journal.records import JournalCorrupt, JournalError
+from lockstep.core.journal.records import JournalCorrupt, JournalError, SnapshotRecord
 from lockstep.core.journal.replay import replay
 from lockstep.core.journal.salvage import salvaged
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.host.startup import Keeper
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plain"
@@ -44,7 +45,28 @@ def test_everything_before_the_corruption_is_copied(corrupt: Path, tmp_path: Pat
     assert kept.dropped_bytes > 0
     replay(out)
     assert sorted((corrupt / "journal").iterdir()) == before
+    assert (out / "journal").stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o077 == 0 for path in (out / "journal").iterdir())
+
+
+def test_snapshots_of_the_part_that_is_kept_are_copied(tmp_path: Path) -> None:
+    whole = read_journal(GOLDEN)
+    events = list(whole.events())
+    run = tmp_path / "run"
+    with JournalWriter.create(run, whole.header) as writer:
+        for number, record in enumerate(events):
+            if number in (2, len(events) - 2):
+                writer.snapshot(b"state", bytes(16))
+            writer.append(record.event, record.digest)
+    (segment,) = (run / "journal").glob("*.log")
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 4
+    segment.write_bytes(bytes(data))
+    salvaged(run, tmp_path / "copy")
+    kept = [one for one in read_journal(tmp_path / "copy").records() if isinstance(one, SnapshotRecord)]
+    assert len(kept) == 1
+    names = [path.name for path in (tmp_path / "copy/journal").glob("snapshot-*")]
+    assert names == [kept[0].snapshot.file]
 
 
 def test_an_engine_names_the_command(corrupt: Path) -> None:

@@ -27,7 +27,7 @@ def test_every_row_up_to_the_limit_can_be_taken_once(rows_max: int) -> None:
         assert table.row_available()
         taken.append(table.take_row(request(number, 0)))
     assert taken == list(range(rows_max))  # the lowest free one first, of old rows and of new ones
-    assert len(table.holders) == len(table.pages) == len(table.outputs) == rows_max
+    assert len(table.holders) == len(table.pages) == len(table.outputs) == len(table.spare) == rows_max
     assert not table.row_available()
     with pytest.raises(InvariantError, match=f"all {rows_max} rows are taken"):
         table.take_row(request(rows_max, 0))

@@ -26,6 +26,7 @@ from tests.support.driver.microbatches import MicrobatchPiece
 from tests.support.driver.obligations import (
     EndObligations,
     EvictionObligations,
+    MatchObligations,
     PauseObligations,
     PreemptionObligations,
     PrefetchObligations,
@@ -82,6 +83,7 @@ class Driver(Subject):
             EndObligations(self),
             PauseObligations(self),
             RetractionObligations(self),
+            MatchObligations(self),
             EvictionObligations(self),
             PreemptionObligations(self),
             PrefetchObligations(self),

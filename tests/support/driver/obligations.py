@@ -6,6 +6,7 @@ retracted, or the whole cache were evicted. One class here has the obligations o
     EndObligations         a cancelled request has ended in the same step, and no later plan names an ended request
     PauseObligations       a paused engine launches nothing; after `retract` no request has a row
     RetractionObligations  a decode retracts only for pages that are neither available nor coming back
+    MatchObligations       the number by which matches are known to be old never falls
     EvictionObligations    an eviction frees what allocations lack, and less than one eviction step more
     PreemptionObligations  a more important request gets the place of a less important one
     PrefetchObligations    a prefetch for which no request waits is cancelled
@@ -73,6 +74,17 @@ class EndObligations(Piece):
             ended = getattr(command, "request_id", None)
             if ended in records and records[ended].ended:
                 self._ended.add(ended)
+
+
+class MatchObligations(Piece):
+    """Changes of the radix cache after which a match may be another one."""
+
+    def before(self, event: Observed) -> None:
+        self._epoch = self.engine.memory.radix.epoch
+
+    def checked(self, event: Observed, step: Step) -> None:
+        epoch = self.engine.memory.radix.epoch
+        assert epoch >= self._epoch, f"the radix cache was at epoch {self._epoch}, and is at {epoch}"
 
 
 class PauseObligations(Piece):

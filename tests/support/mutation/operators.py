@@ -57,7 +57,13 @@ class Place(NamedTuple):
         return self.field in ("test", "ifs") and not isinstance(self.owner, ast.Assert)
 
     def replace(self, node: ast.AST) -> None:
-        """Put another node in this place."""
+        """Put another node in this place. A statement that is left out stays in a branch that never runs.
+
+        So the function keeps its local and outer variables, `__class__` of `super()` among them.
+        """
+        if isinstance(node, ast.Pass):
+            assert isinstance(self.node, ast.stmt)
+            node = ast.If(ast.Constant(value=False), [self.node], [])
         ast.copy_location(node, self.node)
         if self.index < 0:
             setattr(self.owner, self.field, node)

@@ -27,7 +27,6 @@ class NoTiers(Tiers):
     def __init__(self, device: DeviceMemory) -> None:
         self.device = device
         self.page_size = device.config.page_size
-        self.generation = 0
         self.operations = device.operations
         self.candidates = {}
 

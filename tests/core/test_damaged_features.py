@@ -1,0 +1,235 @@
+"""Each kind of damage to the state of a feature is found by `invariants.check`, with the name of the property.
+
+The engines are those of scenarios, behind their last line. `test_invariants.py` damages requests, pages and the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from lockstep.core import invariants
+from lockstep.core.contract.errors import InvariantError
+from lockstep.core.kv.operations import Operation
+from lockstep.core.kv.window_pool import WindowPool
+from lockstep.core.scheduler.engine import Engine
+from tests.support.scenario import Run, parse, play
+
+Damage = Callable[[Engine], None]
+
+ADAPTERS = """
+config page_size=2 pages=16 overlap_depth=0 max_loras=2
+
+load x
+add a prompt=1..3 max_new=6 adapter=x
+loaded x
+step
+"""
+WINDOWS = """
+config page_size=2 pages=20 overlap_depth=0 hybrid.window_tokens=5 hybrid.window_pages=20
+
+add a prompt=1..9 max_new=4
+step
+"""
+STORED = """
+config page_size=2 pages=8 overlap_depth=0 hybrid.state_slots=2 hybrid.checkpoint_tokens=4 \
+tiers.host_pages=12 tiers.storage=yes tiers.load_tokens_min=1 tiers.prefetch_tokens_min=1
+
+add a prompt=1..5 max_new=1
+moved
+run
+moved
+moved
+add d prompt=31..35 max_new=1
+moved
+run
+moved
+moved
+add c prompt=1..9 max_new=1
+"""
+LAYERS = """
+config page_size=2 pages=40 overlap_depth=0 multiplexing.layers=4 \
+multiplexing.sms=100 multiplexing.divisions=70:30:0,60:40:2 multiplexing.token_budget=16
+
+add a prompt=1..4 max_new=9
+step
+"""
+STAGES = """
+config page_size=2 pages=16 pp_size=2 overlap_depth=0
+
+add a prompt=1..3 max_new=3
+step
+add b prompt=11..13 max_new=3
+step
+step 0
+finish
+finish
+"""
+MEDIA = """
+config page_size=2 pages=32 overlap_depth=0 encoder_cache_tokens=8
+
+add a prompt=1..8 max_new=3 spans=2:5:image:cat:4
+"""
+SAMPLES = """
+config page_size=2 pages=32 overlap_depth=0
+
+add a prompt=1..7 max_new=2 n=3
+"""
+CHUNKS = """
+config page_size=2 pages=16 overlap_depth=0 chunked_prefill_size=4
+
+add a prompt=1..8 max_new=2
+step
+collect
+"""
+IDLE = """
+config page_size=2 pages=16 overlap_depth=0
+
+add a prompt=1..5 max_new=2
+run
+"""
+
+
+def engine_behind(scenario: str) -> Engine:
+    run = Run()
+    play(parse(scenario), run)
+    return run.engine
+
+
+def window(engine: Engine) -> WindowPool:
+    assert engine.memory.hybrid.window is not None
+    return engine.memory.hybrid.window
+
+
+def operation(engine: Engine, kind: str) -> Operation:
+    return next(one for one in engine.memory.operations.values() if one.kind == kind)
+
+
+def adapter_in_use_is_evicted(engine: Engine) -> None:
+    engine.memory.adapters.slots[0].adapter = None
+
+
+def more_adapters_than_slots(engine: Engine) -> None:
+    engine.memory.adapters.slots.clear()
+
+
+def adapter_on_two_slots(engine: Engine) -> None:
+    first, second = engine.memory.adapters.slots
+    second.adapter = first.adapter
+
+
+def withdrawal_unanswered(engine: Engine) -> None:
+    engine.memory.adapters.withdrawals["z"] = [7]
+
+
+def window_of_a_free_page(engine: Engine) -> None:
+    pool = window(engine)
+    pool.window_of[engine.memory.pool.free_ids()[0]] = pool.pool.alloc(1)[0]
+
+
+def host_checkpoint_moved_away(engine: Engine) -> None:
+    """The checkpoint that a prefetch counts on is that of another cached host page."""
+    assert engine.memory.tiers.blocks is not None
+    pool, prefetch = engine.memory.tiers.blocks.pools["state"], operation(engine, "prefetch")
+    assert prefetch.host_handle is not None
+    (source,) = engine.memory.tiers.host.pages_of(prefetch.host_handle)[prefetch.blocks[0].counted]
+    other = int(np.setdiff1d(engine.memory.tiers.host.nodes()[-1].pages, (pool.of >= 0).nonzero()[0])[0])
+    pool.of[other], pool.of[source] = pool.of[source], -1
+
+
+def tokens_of_an_operation_cut(engine: Engine) -> None:
+    operation(engine, "prefetch").tokens = operation(engine, "prefetch").tokens[:-4]
+
+
+def more_parts_than_launches(engine: Engine) -> None:
+    engine.multiplexer.depth = -1
+
+
+def places_exchanged(engine: Engine) -> None:
+    members = engine.microbatches.members
+    members[0], members[1] = members[1], members[0]
+
+
+def output_pinned_for_ever(engine: Engine) -> None:
+    engine.media.pins[99] = {}
+
+
+def output_of_a_batch_dropped(engine: Engine) -> None:
+    engine.media.deferred.append((0, [b"none"]))
+
+
+def follows_a_request_that_ended(engine: Engine) -> None:
+    samples = engine.prerequisites.waiting_samples
+    samples[99] = samples.pop(0)
+
+
+def split_prompt_at_its_end(engine: Engine) -> None:
+    assert engine.prefilling is not None
+    engine.prefilling.computed = 8
+
+
+def waiting_request_is_computed(engine: Engine) -> None:
+    engine.waiting[0].computed = 2
+
+
+@pytest.mark.parametrize(
+    ("found", "scenario", "damage"),
+    [
+        ("S25: .* is in use but on no slot of the device", ADAPTERS, adapter_in_use_is_evicted),
+        ("S25: .* are in use, max_loras 0", ADAPTERS, more_adapters_than_slots),
+        ("S25 adapters on the device: 1, expected 2", ADAPTERS, adapter_on_two_slots),
+        ("L8: no request needs 'z' any more", ADAPTERS, withdrawal_unanswered),
+        ("S1: pages .* have windows, but are neither held nor cached", WINDOWS, window_of_a_free_page),
+        ("S5: prefetch 6 needs states of host pages", STORED, host_checkpoint_moved_away),
+        ("S32: prefetch 6 has .* bytes of tokens", STORED, tokens_of_an_operation_cut),
+        ("S40: 0 decodes and 1 parts of prompts in flight", LAYERS, more_parts_than_launches),
+        ("S30: . decodes in microbatch ., its place is in another", STAGES, places_exchanged),
+        ("D11: r99 has ended and holds encoder output", MEDIA, output_pinned_for_ever),
+        ("S5: encoder output that batch 0 may read is not there", MEDIA, output_of_a_batch_dropped),
+        ("S18: a stopped its chunk at 8 of 8", CHUNKS, split_prompt_at_its_end),
+        ("S6: a waits but holds row -1, 2 positions computed", SAMPLES, waiting_request_is_computed),
+        ("L1: 2 samples follow r99, which has ended", SAMPLES, follows_a_request_that_ended),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_damage_to_a_feature_is_named(found: str, scenario: str, damage: Damage) -> None:
+    engine = engine_behind(scenario)
+    invariants.check(engine)
+    damage(engine)
+    with pytest.raises(InvariantError, match=f"^{found}"):
+        invariants.check(engine)
+
+
+def row_lost(engine: Engine) -> None:
+    engine.memory.table.free_rows.pop()
+
+
+def page_freed_twice(engine: Engine) -> None:
+    stack = engine.memory.pool._stack
+    stack[-1] = stack[-2]
+
+
+@pytest.mark.parametrize("damage", [row_lost, page_freed_twice], ids=lambda one: one.__name__)
+def test_damage_is_found_at_rest_too(damage: Damage) -> None:
+    engine = engine_behind(IDLE)
+    invariants.check_quiescent(engine)
+    damage(engine)
+    with pytest.raises(InvariantError):
+        invariants.check_quiescent(engine)
+    with pytest.raises(InvariantError):
+        invariants.self_check(engine)
+
+
+def test_whatever_is_empty_at_rest_is_checked_for_every_component() -> None:
+    engine = engine_behind(IDLE)
+    names = [(component, name) for component in engine.components for name in component.EMPTY_AT_REST]
+    assert names
+    for component, name in names:
+        component.check_at_rest()
+        was = getattr(component, name)
+        setattr(component, name, ["left"])
+        with pytest.raises(InvariantError, match=f"^L9: `{name}` is not empty at rest: \\['left'\\]"):
+            component.check_at_rest()
+        setattr(component, name, was)
