@@ -9,13 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 
-from lockstep.core.contract.commands import CancelTransfer, RejectRequest, RowTaken  # noqa: E402
+from lockstep.core.contract.commands import (  # noqa: E402
+    CancelTransfer,
+    FinishRequest,
+    RejectRequest,
+    RowTaken,
+)
 from lockstep.core.contract.errors import ContractError  # noqa: E402
 from lockstep.core.contract.events import (  # noqa: E402
     BatchFinished,
@@ -38,6 +44,7 @@ from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.errors import EngineStopped  # noqa: E402
 from lockstep.host.loop import HostClock, Int32s  # noqa: E402
 from lockstep.host.services import RequestServices  # noqa: E402
+from lockstep.host.sinks import ResultExtras, TokenLogprobs, UnsentOutput  # noqa: E402
 from lockstep.runtime.errors import DeviceLost  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402
@@ -500,6 +507,48 @@ def test_a_cancelled_future_ends_no_host() -> None:
     stopped.host.stop()
     stopped.host.run()
     assert isinstance(there.exception(timeout=0), EngineStopped)
+
+
+class NotedEnds:
+    """A sink that keeps its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
+        self.calls.append((offset, tokens, None if logprobs is None else logprobs.logprobs.tolist()))
+
+    def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
+        self.calls.append((end, extras.weights))
+
+    def rejected(self, end: RejectRequest) -> None:
+        self.calls.append((end,))
+
+    def failed(self, message: str) -> None:
+        self.calls.append((message,))
+
+
+def test_a_resumed_request_gets_what_its_sink_lacks_and_goes_on() -> None:
+    """Of five samples before the restart one runs, one has ended, one was refused, and one sink has its end already."""
+    runtime = SmallRuntime()
+    prompt, sinks = [3, 1, 4, 1, 5], [NotedEnds() for _ in range(5)]
+    running = msgspec.structs.replace(request(prompt, 6), request_id=0)
+    runtime.engine.step(running)
+    runtime.host.adopt(running, sinks[:1], [UnsentOutput(0, [], {})])
+    ended = msgspec.structs.replace(running, request_id=5, parallel_samples=3)
+    finish, refuse = FinishRequest(5, "length", 5, 4, 0), RejectRequest(6, "bad_request", "no")
+    logprobs: dict[int, Any] = {2: (-0.5, None, None), 3: (-1.0, None, None)}
+    unsent = [UnsentOutput(2, [7, 8], logprobs, finish, ((0, 3),)), UnsentOutput(0, [], {}, refuse), None]
+    runtime.host.adopt(ended, sinks[1:4], unsent)
+    assert [sink.calls for sink in sinks[1:]] == [[(2, [7, 8], [-0.5, -1.0]), (finish, ((0, 3),))], [(refuse,)], [], []]
+    with pytest.raises(ContractError, match="request 9 cannot be resumed: the engine does not have it"):
+        runtime.host.adopt(msgspec.structs.replace(running, request_id=9), sinks[4:], [UnsentOutput(1, [7], {})])
+    assert sinks[4].calls == [(1, [7], None)]
+    runtime.host.run(until_idle=True)
+    *sent, end = sinks[0].calls
+    assert [token for _, tokens, _ in sent for token in tokens] == alone(prompt, 6)
+    assert end[0].reason == "length"
+    assert [len(sink.calls) for sink in sinks[1:]] == [2, 1, 0, 1]
 
 
 def test_an_order_that_no_engine_gives_yet_ends_the_host_with_its_name() -> None:
