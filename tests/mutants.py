@@ -118,8 +118,9 @@ WITHOUT = (
     "test_structure",
     "test_layers",
     "every_scenario_is_written",
+    "ended_from_outside_ends_all_requests_once",
 )
-"""Tests that are about planted bugs or about the text of sources and scenarios."""
+"""Tests that are about planted bugs or about the text of sources and scenarios, and one that ends late if it is traced."""
 
 
 @dataclass(frozen=True)

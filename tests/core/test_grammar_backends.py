@@ -165,6 +165,19 @@ def test_a_token_that_it_does_not_admit_ends_one_row_only(compiled: CompiledGram
     assert len(allowed(matchers, 1)) in range(1, 5)
 
 
+def test_a_matcher_that_went_back_goes_on_from_there_on_another_lexer(words: Any) -> None:
+    backend = make_backend("llguidance", TOKENIZER, VOCABULARY, (END,))
+    matcher: Any = backend.compile(make_grammar("regex", "xaaab")).matcher()
+    x, a, b = (words.encode(text).ids[0] for text in "xab")
+    assert all(matcher.accept(token) for token in (x, a, a, a))
+    matcher.rollback(0)
+    matcher.rollback(2)
+    assert matcher._on_another_lexer(lambda: True)
+    assert not matcher.accept(b)
+    assert all(matcher.accept(token) for token in (a, a, b))
+    assert matcher.is_done()
+
+
 ONE, TWO = "<f=one>1</f>", "<f=two>true</f>"
 
 

@@ -192,6 +192,21 @@ def test_rows_of_a_grammar_with_slow_masks_fail_once_they_have_taken_a_batch_lon
     assert masks(matchers, 3) == [set() if failed else {5}]
 
 
+def test_sources_of_dropped_grammars_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources of three characters, of which ten are kept: three grammars, those used last."""
+    monkeypatch.setattr(grammars, "SOURCE_BYTES_MAX", 10)
+    compiled = CompiledGrammars(ChainLibrary)
+    made = [grammars.make_grammar("regex", f"{number} 9") for number in range(7)]
+    for grammar in made:
+        compiled.get(grammar)
+        compiled.get(made[0])
+        assert len(compiled) <= 3
+    assert [one.digest in compiled for one in made] == [True, False, False, False, False, True, True]
+    monkeypatch.setattr(grammars, "SOURCE_BYTES_MAX", 2)
+    compiled.get(grammars.make_grammar("regex", "1 2 3"))
+    assert len(compiled) == 1  # the newest is kept, however long it is
+
+
 def test_a_long_message_is_cut_to_one_line() -> None:
     longest = grammars.LONGEST_ERROR
     assert short("a\n  b") == "a b"

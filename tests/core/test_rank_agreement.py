@@ -170,6 +170,17 @@ def _ended_by(folder: Path, ranks: int, *messages: LinkMessage) -> str:
     return str(caught.value)
 
 
+def test_a_hub_that_is_closed_reports_no_further_loss(tmp_path: Path) -> None:
+    hub = RankHub(f"unix:{tmp_path / 'ranks'}", 2, lambda: "meet here")
+    sent: list[list[LinkMessage]] = [[], []]
+    links = [cast(Any, SimpleNamespace(close=lambda: None, send=one.append)) for one in sent]
+    for rank in (0, 1):
+        hub._received(links[rank], msgspec.msgpack.encode(RankJoins(rank, 2)))
+    hub.close()
+    hub._lost(links[1], "the connection was closed")
+    assert [len(one) for one in sent] == [1, 1]  # RanksBegin
+
+
 def test_ranks_are_in_step(tmp_path: Path) -> None:
     """All proposals of a round are of that round, and only ranks that have joined may propose."""
     hub = RankHub(f"unix:{tmp_path / 'ranks'}", 2, lambda: "meet here")
