@@ -79,14 +79,15 @@ TARGETS = {
         (
             *_files("core", "adapter_registry bad_words cache_moves durable given_embeddings grammar_backends"),
             *_files("core", "grammar_rows grammar_trial handover_link host_header idle_check inbox layout_options"),
-            *_files("core", "microbatches options page_store prompt_results queued_writer rank_agreement"),
-            *_files("core", "recovery_verdicts salvage stop_regexes stop_texts weight_formats"),
+            *_files("core", "microbatches options page_store prefill_side prompt_results queued_writer"),
+            *_files("core", "rank_agreement recovery_verdicts salvage stated_bytes stop_regexes stop_texts"),
+            *_files("core", "weight_formats"),
             *_files("api", "answer_text audio chat_templates images settings wire"),
             *_files(
                 "runtime", "drafting given_embeddings host jump_forward llm_text quantized recorded transfer videos"
             ),
             *_files("sim", "engine_run handover requested whole_prompts"),
-            *_files("tools", "on_hardware router_journal"),
+            *_files("tools", "explain on_hardware router_journal"),
             "tests/test_contract.py",
             "tests/test_options_page.py",
         ),
@@ -120,7 +121,7 @@ WITHOUT = (
     "every_scenario_is_written",
     "ended_from_outside_ends_all_requests_once",
 )
-"""Tests that are about planted bugs or about the text of sources and scenarios, and one that ends late if it is traced."""
+"""Tests that are about planted bugs or about the text of sources and scenarios, and one that is slow while traced."""
 
 
 @dataclass(frozen=True)
