@@ -1,4 +1,4 @@
-"""What a sender records of a stream, asks of a server, and reports of a run, without a server."""
+"""What a sender records of a stream, sends to a server, and reports of a run, without a server."""
 
 from __future__ import annotations
 
