@@ -188,6 +188,11 @@ def test_a_larger_sample_has_the_smaller_one_in_it() -> None:
     assert [one.name for one in drawn(mutants, 20, 3)] != [one.name for one in drawn(mutants, 20, 4)]
 
 
+def test_the_tests_of_every_target_exist() -> None:
+    root = Path(__file__).resolve().parent.parent
+    assert not [path for target in TARGETS.values() for path in target.tests if not (root / path).exists()]
+
+
 def test_every_listed_mutant_exists_and_has_a_reason() -> None:
     listed = known()
     modules = {name.split()[0] for name in listed}

@@ -23,6 +23,7 @@ from lockstep.core.contract.events import (
     LaneReady,
     ObservedEvent,
     RequestArrived,
+    SamplingParams,
     SetState,
     TokenIds,
 )
@@ -32,7 +33,7 @@ from lockstep.core.journal.records import JournalCorrupt, JournalError, JournalH
 from lockstep.core.journal.replay import fold, replay
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host import durable
+from lockstep.host import durable, startup
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.recovery import Probation, recover
 from lockstep.host.startup import Keeper
@@ -251,3 +252,66 @@ def test_a_snapshot_of_another_format_is_passed_over_by_name(tmp_path: Path, mon
     monkeypatch.setattr(snapshot, "SNAPSHOT_FORMAT", 2)
     with pytest.raises(JournalError, match=r"holds nothing to begin with: .*snapshot format 1, this version reads 2"):
         recover(expired)
+
+
+def test_a_snapshot_is_taken_once_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is looked at after every third event."""
+    monkeypatch.setattr(durable, "LOOK_EVERY", 3)
+    now_s = [0.0]
+    engine = Engine(SchedConfig(pages=8))
+    writer = JournalWriter.create(tmp_path, JournalHeader(config=engine.config))
+    journal = DurableJournal(writer, engine, Retention(snapshot_s=10.0), now_s=lambda: now_s[0])
+    segments = []
+    for time_us, now in enumerate((0, 0, 9.5, 10, 10, 10, 19, 19, 19, 20, 20, 20)):
+        now_s[0] = now
+        event = LaneReady(time_us)
+        journal.append(event, engine.step(event).digest)
+        segments.append(len(list((tmp_path / "journal").glob("*.log"))))
+    journal.close()
+    assert segments == [1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3]
+
+
+def test_the_newest_segment_that_cannot_be_torn_within_its_header(tmp_path: Path) -> None:
+    for sizes, number in (((10,), 0), ((5000, 10), 0), ((5000, 4095), 0), ((5000, 4096), 1), ((5000, 5000, 10), 1)):
+        for place, size in enumerate(sizes):
+            (tmp_path / f"{place:08}.log").write_bytes(bytes(size))
+        assert startup._first_whole(tmp_path) == number
+
+
+def test_logprobs_of_recorded_batches_are_kept_for_requests_that_have_them(tmp_path: Path) -> None:
+    """Two requests in each batch: the first with logprobs of two likely tokens, the second without, the third alone."""
+    engine, writer = Engine(SchedConfig(pages=64, page_size=2)), None
+    writer = JournalWriter.create(tmp_path, JournalHeader(config=engine.config))
+    prompt = TokenIds(np.arange(4, dtype="<i4").tobytes())
+    events: list[ObservedEvent] = [
+        RequestArrived(1, request_id=0, prompt=prompt, max_new_tokens=9),
+        RequestArrived(1, request_id=1, prompt=prompt, max_new_tokens=9, logprob_start=3,
+                       sampling=SamplingParams(top_logprobs=2)),
+        RequestArrived(1, request_id=2, prompt=prompt, max_new_tokens=9, logprob_start=3),
+    ]  # fmt: skip
+    with writer:
+        for event in events:
+            writer.append(event, engine.step(event).digest)
+        for number in range(2):
+            step = engine.step(LaneReady(2 + 2 * number))
+            writer.append(LaneReady(2 + 2 * number), step.digest)
+            plan = step.launched()
+            assert plan is not None
+            ids = plan.request_ids[plan.sample_rows].tolist()
+            assert sorted(ids) == [0, 1, 2]
+            tops = np.array([[one, 50 + one] for one in ids], "<i4")
+            finished = BatchFinished(
+                3 + 2 * number,
+                plan.batch_id,
+                np.array([40 + one for one in ids], "<i4").tobytes(),
+                logprobs=np.array([-1.0 - one - number for one in ids], "<f4").tobytes(),
+                top_ids=tops.tobytes(),
+                top_logprobs=(tops * -0.5).astype("<f4").tobytes(),
+            )
+            writer.append(finished, engine.step(finished).digest)
+    answers = recover(tmp_path).answers
+    assert not answers[0].logprobs
+    found = {number: (kept[0], None if kept[1] is None else kept[1].tolist(), None if kept[2] is None else
+                      kept[2].tolist()) for number, kept in answers[1].logprobs.items()}  # fmt: skip
+    assert found == {0: (-2.0, [1, 51], [-0.5, -25.5]), 1: (-3.0, [1, 51], [-0.5, -25.5])}
+    assert answers[2].logprobs == {0: (-3.0, None, None), 1: (-4.0, None, None)}

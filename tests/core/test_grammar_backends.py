@@ -165,6 +165,81 @@ def test_a_token_that_it_does_not_admit_ends_one_row_only(compiled: CompiledGram
     assert len(allowed(matchers, 1)) in range(1, 5)
 
 
+def test_a_matcher_that_went_back_goes_on_from_there_on_another_lexer(words: Any) -> None:
+    backend = make_backend("llguidance", TOKENIZER, VOCABULARY, (END,))
+    matcher: Any = backend.compile(make_grammar("regex", "xaaab")).matcher()
+    x, a, b = (words.encode(text).ids[0] for text in "xab")
+    assert all(matcher.accept(token) for token in (x, a, a, a))
+    matcher.rollback(0)
+    matcher.rollback(1)
+    assert matcher._on_another_lexer(lambda: True)
+    assert not matcher.accept(b)
+    assert all(matcher.accept(token) for token in (a, b))
+    assert matcher.is_done()
+
+
+ONE, TWO = "<f=one>1</f>", "<f=two>true</f>"
+
+
+@pytest.mark.parametrize(
+    ("options", "ends", "goes_on", "refused"),
+    [
+        ({}, ("", "a\nb", ONE, f"a {ONE} b", f"{ONE} {TWO}."), (), (ONE + " <f=one>3",)),
+        ({"at_least_one": True}, (ONE, f"a {ONE} b", f"{ONE} {TWO}."), ("", "a"), ()),
+        ({"stop_after_first": True}, ("", "a", ONE, f"a {TWO}"), (), (f"{ONE} b",)),
+        ({"at_least_one": True, "stop_after_first": True}, (ONE, f"a {TWO}"), ("", "a"), (f"{ONE} b",)),
+    ],
+)
+def test_parts_behind_triggers_follow_their_schemas(
+    options: dict[str, bool], ends: tuple[str, ...], goes_on: tuple[str, ...], refused: tuple[str, ...], words: Any
+) -> None:
+    """Texts behind which an answer may end, or may not, and texts that are not admitted."""
+    parts = [
+        {"begin": "<f=one>", "schema": {"enum": [1, 2]}, "end": "</f>"},
+        {"begin": "<f=two>", "schema": {"type": "boolean"}, "end": "</f>"},
+        {"begin": "[<|im_start|>", "schema": {"enum": [7]}, "end": ""},
+    ]
+    tag = {"structures": parts, "triggers": ["<f=", "["], **options}
+    grammar = make_grammar("structural_tag", json.dumps(tag))
+    library = CompiledGrammars(lambda: make_backend("llguidance", TOKENIZER, VOCABULARY, (END, OTHER_END)))
+
+    def end_of(text: str) -> bool | None:
+        matcher = library.get(grammar).matcher()
+        for token in words.encode(text).ids:
+            if matcher.is_done() or not matcher.accept(token):
+                return None
+        return matcher.is_done() or matcher.accept(END)
+
+    ends += ("[<|im_start|>7",)
+    goes_on += ("<f=", "a <f=one>1", "[", "[<|im_start|>")
+    refused += ("<f=one>3", "<f=two>1", "<f=three>", "[a", "[<|im_start|>8")
+    assert {text: end_of(text) for text in (*ends, *goes_on, *refused)} == {
+        **dict.fromkeys(ends, True),
+        **dict.fromkeys(goes_on, False),
+        **dict.fromkeys(refused, None),
+    }
+
+
+def test_a_trigger_may_be_a_special_token(words: Any) -> None:
+    part = {"begin": "<|im_start|>n", "schema": {"enum": [1]}, "end": ""}
+    tag = {"structures": [part], "triggers": ["<|im_start|>"], "stop_after_first": True, "at_least_one": True}
+    backend = make_backend("llguidance", TOKENIZER, VOCABULARY, (END, OTHER_END))
+    matcher = backend.compile(make_grammar("structural_tag", json.dumps(tag))).matcher()
+    assert [matcher.accept(token) for token in words.encode("<|im_start|>").ids] == [True]
+    assert not matcher.accept(words.encode("a").ids[0])
+    assert all(matcher.accept(token) for token in words.encode("n1").ids)
+    assert matcher.is_done()
+
+
+def test_a_part_belongs_to_the_longest_trigger_that_it_begins_with() -> None:
+    assert llguidance_backend._trigger_of("<f=one>", ["<", "<f=", "<f=", "x"]) == 1
+    assert llguidance_backend._trigger_of("<g>", ["x", "<", "<f="]) == 1
+    backend = make_backend("llguidance", TOKENIZER, VOCABULARY, (END,))
+    tag = {"structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}
+    with pytest.raises(GrammarError, match="'a' begins with no trigger"):
+        backend.compile(make_grammar("structural_tag", json.dumps(tag)))
+
+
 def test_a_lexer_at_its_limit_fails_for_no_matcher_but_those_that_need_more(
     words: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from lockstep.core.contract.commands import RowTaken
 from lockstep.core.contract.events import Grammar
+from lockstep.host import grammar_compiler
 from lockstep.host.batches import Int32s
 from lockstep.host.grammar_trial import WALK_TOKENS, try_out
 from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_grammar
@@ -122,3 +124,24 @@ def test_a_grammar_without_any_token_is_an_error() -> None:
 
     with pytest.raises(GrammarError, match="it admits no token"):
         try_out(Empty(1), 2)
+
+
+@pytest.mark.parametrize(
+    ("status", "late", "error"),
+    [
+        (-signal.SIGPROF, False, "it takes more than 2.5 s of CPU time to compile"),
+        (-signal.SIGKILL, True, "it takes more than 2.5 s of CPU time to compile"),
+        (None, False, "it takes more than 2.5 s of CPU time to compile"),
+        (-signal.SIGSEGV, False, "it takes more than 64 MiB of memory to compile, or is nested too deeply"),
+    ],
+)
+def test_a_trial_whose_process_ends_has_the_reason(
+    status: int | None, late: bool, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = grammar_compiler._Trial.__new__(grammar_compiler._Trial)
+    trial._limits = grammar_compiler.CompileLimits(cpu_s=2.5, memory_bytes=64 * 2**20)
+    trial._late = late
+    monkeypatch.setattr(grammar_compiler._Trial, "_send", lambda trial, message: None)
+    monkeypatch.setattr(grammar_compiler._Trial, "_receive", lambda trial, seconds: None)
+    monkeypatch.setattr(grammar_compiler._Trial, "kill", lambda trial: status)
+    assert trial.compile(make_grammar("regex", "a")).startswith(error)

@@ -125,6 +125,48 @@ def test_a_full_disk_fails_a_write_and_is_left_alone_for_a_time(
     assert read(store, 2) == page_of(2)
 
 
+@pytest.mark.parametrize("most", [64, 65, 500, FILE - 1])
+def test_a_page_is_read_and_written_in_as_many_parts_as_the_system_makes_of_it(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    pread, put = os.pread, os.write
+
+    def preadv(file: int, buffers: Sequence[Any], offset: int) -> int:
+        calls.append("read")
+        at, part = 0, pread(file, min(most, sum(map(len, buffers))), offset)
+        for buffer in buffers:
+            piece = part[at : at + len(buffer)]
+            memoryview(buffer)[: len(piece)] = piece
+            at += len(piece)
+        return len(part)
+
+    def write_part(file: int, data: Any) -> int:
+        calls.append("write")
+        return put(file, bytes(data)[:most])
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "write", write_part)
+    monkeypatch.setattr(os, "writev", lambda file, buffers: write_part(file, b"".join(map(bytes, buffers))))
+    store = FolderStore(tmp_path, bytes_max=10**6)
+    write(store, 1)
+    assert file_of(tmp_path, 1).stat().st_size == FILE
+    assert read(store, 1) == page_of(1)
+    parts = -(-FILE // most)
+    assert calls == ["write"] * parts + ["read"] * parts
+    file_of(tmp_path, 1).write_bytes(file_of(tmp_path, 1).read_bytes()[:-1])
+    assert read(store, 1) is None
+    assert store.counts.pages_damaged == 1
+
+
+def test_a_header_that_is_written_in_part_is_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FolderStore(tmp_path, bytes_max=10**6)
+    monkeypatch.setattr(os, "writev", lambda file, buffers: os.write(file, bytes(buffers[0])[:63]))
+    with pytest.raises(StoreError, match="the header of a page was written in part"):
+        write(store, 1)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_a_folder_that_is_removed_while_it_is_used_begins_again(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "kv", bytes_max=10**6)
     write(store, 1)

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from lockstep.core.contract.commands import BatchPlan, LaunchBatch, ProposeBatch, Step
@@ -20,7 +23,8 @@ from lockstep.core.contract.events import (
     Wish,
 )
 from lockstep.host.errors import PeerRankLost, killed_from_outside
-from lockstep.host.rank_agreement import RankAgreement, RankHub
+from lockstep.host.handover.wire import LinkError, LinkMessage
+from lockstep.host.rank_agreement import AllProposed, ProposalWanted, RankAgreement, RankHub, RankJoins, RankProposes
 from tests.support.live_server import until
 
 
@@ -126,6 +130,81 @@ def test_the_end_of_the_hub_ends_all_ranks(tmp_path: Path) -> None:
         hub.close()
         until(lambda: all(one.ended.is_set() for one in ranks), 60)
         assert "rank 0 of 2 ended" in str(hosts[1].errors[0])
+
+
+def test_a_hub_that_is_stopped_with_its_engine_ends_no_rank_with_an_error(tmp_path: Path) -> None:
+    with ranks_of(tmp_path, 3) as (ranks, hosts, hub):
+        hub.close(leaving=True)
+        until(lambda: all(one.ended.is_set() for one in ranks), 60)
+        assert {one.reason for one in ranks} == {""}
+        assert not any(host.errors for host in hosts)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "reason"),
+    [
+        (0, 3, "rank 0 of 3 joins an engine of 2 ranks"),
+        (2, 2, "rank 2 of 2 joins an engine of 2 ranks"),
+        (-1, 2, "rank -1 of 2 joins an engine of 2 ranks"),
+    ],
+)
+def test_a_rank_of_another_engine_is_refused(rank: int, ranks: int, reason: str, tmp_path: Path) -> None:
+    assert _ended_by(tmp_path, 2, RankJoins(rank, ranks)) == reason
+
+
+def test_a_proposal_before_all_have_joined_is_refused(tmp_path: Path) -> None:
+    proposal = RankProposes(0, (0, 0, 0, 1))
+    assert _ended_by(tmp_path, 2, RankJoins(0, 2), proposal) == "a rank proposes that has not joined"
+
+
+def _ended_by(folder: Path, ranks: int, *messages: LinkMessage) -> str:
+    """Return the error with which a hub ends a link over which these messages arrive."""
+    hub = RankHub(f"unix:{folder / 'ranks'}", ranks, lambda: "meet here")
+    received, link = hub._received, cast(Any, SimpleNamespace(close=lambda: None, send=lambda message: None))
+    *before, last = [msgspec.msgpack.encode(message) for message in messages]
+    for frame in before:
+        received(link, frame)
+    with pytest.raises(LinkError) as caught:
+        received(link, last)
+    hub.close()
+    return str(caught.value)
+
+
+def test_a_hub_that_is_closed_reports_no_further_loss(tmp_path: Path) -> None:
+    hub = RankHub(f"unix:{tmp_path / 'ranks'}", 2, lambda: "meet here")
+    sent: list[list[LinkMessage]] = [[], []]
+    links = [cast(Any, SimpleNamespace(close=lambda: None, send=one.append)) for one in sent]
+    for rank in (0, 1):
+        hub._received(links[rank], msgspec.msgpack.encode(RankJoins(rank, 2)))
+    hub.close()
+    hub._lost(links[1], "the connection was closed")
+    assert [len(one) for one in sent] == [1, 1]  # RanksBegin
+
+
+def test_ranks_are_in_step(tmp_path: Path) -> None:
+    """All proposals of a round are of that round, and only ranks that have joined may propose."""
+    hub = RankHub(f"unix:{tmp_path / 'ranks'}", 2, lambda: "meet here")
+    sent: list[list[LinkMessage]] = [[], [], []]
+    links = [cast(Any, SimpleNamespace(close=lambda: None, send=one.append)) for one in sent]
+    for rank in (0, 1):
+        hub._received(links[rank], msgspec.msgpack.encode(RankJoins(rank, 2)))
+    assert [len(one) for one in sent] == [1, 1, 0]
+    for link, message, reason in (
+        (links[2], RankJoins(0, 2), "rank 0 joins, but all ranks have begun"),
+        (links[2], RankProposes(0, (0,)), "a rank proposes that has not joined"),
+    ):
+        with pytest.raises(LinkError, match=reason):
+            hub._received(link, msgspec.msgpack.encode(message))
+    hub._received(links[1], msgspec.msgpack.encode(RankProposes(4, (1,))))
+    with pytest.raises(LinkError, match="rank 0 proposes for round 5, and other ranks for 4"):
+        hub._received(links[0], msgspec.msgpack.encode(RankProposes(5, (0,))))
+    hub._received(links[0], msgspec.msgpack.encode(RankProposes(4, (0,))))
+    assert sent[1][1:] == [AllProposed(4, ((0,), (1,)))]
+    hub._received(links[0], msgspec.msgpack.encode(RankProposes(5, (0,))))
+    assert sent[1][2:] == [ProposalWanted(5)]
+    with pytest.raises(LinkError, match="an unreadable message of a rank"):
+        hub._received(links[0], b"\xc1")
+    hub.close()
 
 
 def test_a_rank_that_leaves_before_all_have_joined_may_come_back(tmp_path: Path) -> None:

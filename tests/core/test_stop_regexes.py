@@ -137,3 +137,35 @@ def test_a_pattern_that_makes_backtracking_exponential_reads_each_character_once
     assert not any(stopped for stopped, _ in push(stops, "a" * 3000 + "c"))
     assert len(automaton._states) < 16
     assert time.process_time() - began_s < 30.0  # `re` would not finish in any realistic time
+
+
+ALPHABET = "abcABCxyz019_-. \n\t/é١ſ"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(
+            "a",
+            "[a-c]",
+            "[^a-c]",
+            "[^a]",
+            "[a]",
+            ".",
+            "(?s).",
+            r"\d",
+            r"\D",
+            r"\s",
+            r"\S",
+            r"\w",
+            r"\W",
+            r"[\d_]",
+            r"[^\d_]",
+        ),
+        *("(?i)a", "(?i)[a-c]", "(?i)[^a-c]", "(?i)[^a]", r"(?a)\d", r"(?a)\w", r"(?a)\W", r"(?a)[^\w]", "[^\n]"),
+    ],
+)
+def test_one_character_matches_exactly_if_it_does_in_re(pattern: str) -> None:
+    automaton = Automaton(pattern)
+    found = [one for one in ALPHABET if automaton.step({}, one, 0, "")[1] == 0]
+    assert found == [one for one in ALPHABET if re.fullmatch(pattern, one)]

@@ -7,15 +7,22 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 
-from lockstep.core.contract.commands import CancelTransfer, RejectRequest, RowTaken  # noqa: E402
+from lockstep.core.contract.commands import (  # noqa: E402
+    CancelTransfer,
+    FinishRequest,
+    RejectRequest,
+    RowTaken,
+)
 from lockstep.core.contract.errors import ContractError  # noqa: E402
 from lockstep.core.contract.events import (  # noqa: E402
     BatchFinished,
@@ -36,10 +43,13 @@ from lockstep.core.journal.records import JournalError, JournalHeader, UnsealedR
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.errors import EngineStopped  # noqa: E402
+from lockstep.host.handover.wire import PromptResults  # noqa: E402
 from lockstep.host.loop import HostClock, Int32s  # noqa: E402
-from lockstep.host.services import RequestServices  # noqa: E402
+from lockstep.host.services import DeviceServices, RequestServices  # noqa: E402
+from lockstep.host.sinks import ResultExtras, TokenLogprobs, UnsentOutput  # noqa: E402
 from lockstep.runtime.errors import DeviceLost  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
+from tests.support.live_server import until  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402
     VOCABULARY,
     Answer,
@@ -500,6 +510,106 @@ def test_a_cancelled_future_ends_no_host() -> None:
     stopped.host.stop()
     stopped.host.run()
     assert isinstance(there.exception(timeout=0), EngineStopped)
+
+
+class NotedEnds:
+    """A sink that keeps its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
+        self.calls.append((offset, tokens, None if logprobs is None else logprobs.logprobs.tolist()))
+
+    def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
+        self.calls.append((end, extras.weights))
+
+    def rejected(self, end: RejectRequest) -> None:
+        self.calls.append((end,))
+
+    def failed(self, message: str) -> None:
+        self.calls.append((message,))
+
+
+def test_a_resumed_request_gets_what_its_sink_lacks_and_goes_on() -> None:
+    """Of five samples before the restart one runs, one has ended, one was refused, and one sink has its end already."""
+    runtime = SmallRuntime()
+    prompt, sinks = [3, 1, 4, 1, 5], [NotedEnds() for _ in range(5)]
+    running = msgspec.structs.replace(request(prompt, 6), request_id=0)
+    runtime.engine.step(running)
+    runtime.host.adopt(running, sinks[:1], [UnsentOutput(0, [], {})])
+    ended = msgspec.structs.replace(running, request_id=5, parallel_samples=3)
+    finish, refuse = FinishRequest(5, "length", 5, 4, 0), RejectRequest(6, "bad_request", "no")
+    logprobs: dict[int, Any] = {2: (-0.5, None, None), 3: (-1.0, None, None)}
+    unsent = [UnsentOutput(2, [7, 8], logprobs, finish, ((0, 3),)), UnsentOutput(0, [], {}, refuse), None]
+    runtime.host.adopt(ended, sinks[1:4], unsent)
+    assert [sink.calls for sink in sinks[1:]] == [[(2, [7, 8], [-0.5, -1.0]), (finish, ((0, 3),))], [(refuse,)], [], []]
+    with pytest.raises(ContractError, match="request 9 cannot be resumed: the engine does not have it"):
+        runtime.host.adopt(msgspec.structs.replace(running, request_id=9), sinks[4:], [UnsentOutput(1, [7], {})])
+    assert sinks[4].calls == [(1, [7], None)]
+    runtime.host.run(until_idle=True)
+    *sent, end = sinks[0].calls
+    assert [token for _, tokens, _ in sent for token in tokens] == alone(prompt, 6)
+    assert end[0].reason == "length"
+    assert [len(sink.calls) for sink in sinks[1:]] == [2, 1, 0, 1]
+
+
+def test_messages_are_received_after_so_many_decodes() -> None:
+    """A request that is submitted while another decodes is folded some batches later."""
+
+    def batches_between(interval: int) -> int:
+        runtime = SmallRuntime(requests=RequestServices(receive_interval=interval))
+        submitted: list[int] = []
+
+        def tokens(offset: int, found: list[int], logprobs: TokenLogprobs | None) -> None:
+            if offset >= 2 and not submitted:
+                submitted.append(len(runtime.plans))
+                runtime.submit([7, 8], 1)
+
+        runtime.submit([1, 2, 3], 30).on_tokens = tokens
+        runtime.run()
+        arrived = [at for at, (event, _) in enumerate(runtime.steps) if isinstance(event, RequestArrived)]
+        launched = sum(step.launched() is not None for _, step in runtime.steps[: arrived[1]])
+        return launched - submitted[0]
+
+    assert batches_between(1) <= 1
+    assert batches_between(6) > 1
+
+
+def test_the_first_token_of_another_engine_is_watched_like_others() -> None:
+    """Token 7 completes a stop text, and token 8 may begin one."""
+    watch = SimpleNamespace(push=lambda number, token: (token == 7, 2 if token == 8 else 0))
+    runtime = SmallRuntime(requests=RequestServices(watch_text=lambda event: watch))
+    first, second = runtime.submit([1, 2], 3, stop_texts=("x",)), runtime.submit([1, 2], 3)
+    runtime.host._take_in()
+    host, results = runtime.host, PromptResults(logprob=-0.5, prompt_logprobs={1: -2.0})
+    assert host.take_first_token(99, 7, results) == (False, False)
+    assert host.take_first_token(second.request_id, 7, results) == (False, False)
+    found = [host.take_first_token(first.request_id, token, results) for token in (6, 7, 8)]
+    assert found == [(False, False), (True, False), (False, True)]
+    for answer in (first, second):
+        extras = host.extras_of(answer.request_id)
+        assert extras is not None
+        assert extras.prompt_logprobs == {1: -2.0}
+        assert host._open[answer.request_id].logprobs == {0: (-0.5, None, None)}
+    assert host.extras_of(99) is None
+
+
+def test_a_host_is_not_idle_while_the_device_is_changed() -> None:
+    """The weights are loaded over several turns of the loop, which ends behind them."""
+    loads: list[tuple[int, str]] = []
+
+    class SlowLoader:
+        def load_weights(self, version: int, source: str) -> None:
+            until(lambda: runtime.host.turns > 3, 120)
+            loads.append((version, source))
+
+    runtime = SmallRuntime(device=DeviceServices(weight_loader=cast(Any, SlowLoader())))
+    answered = runtime.host.ask(UpdateWeights(1, "/models/a"))
+    runtime.host.run(until_idle=True)
+    assert loads == [(1, "/models/a")]
+    assert answered.result(0).ok
+    assert (runtime.host.weights.version, runtime.host.weights.source) == (1, "/models/a")
 
 
 def test_an_order_that_no_engine_gives_yet_ends_the_host_with_its_name() -> None:

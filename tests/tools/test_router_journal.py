@@ -255,6 +255,14 @@ def test_a_life_that_begins_while_the_server_runs_needs_no_new_journal(tmp_path:
     assert verify_router(tmp_path).facts == 2
 
 
+def test_the_segment_that_is_written_never_expires(tmp_path: Path) -> None:
+    with RouterJournal(tmp_path, RouterConfig(), SHARES, live=True, bytes_max=1) as one:
+        for life in range(1, 4):
+            one.append(RequestEnded(time_us=5, request_id=1), None, bytes(16))
+            one.begin_life(RouterConfig(), SHARES)
+            assert [path.name for path in (tmp_path / "router").glob("*.log")] == [f"{life:08}.log"]
+
+
 def test_a_second_journal_is_refused(run: Path) -> None:
     with pytest.raises(JournalError, match="already has the journal of a router"):
         RouterJournal(run, RouterConfig(), SHARES)

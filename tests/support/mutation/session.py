@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -56,7 +57,9 @@ class Tests:
             if self._digests.get(str(mutant.path)) not in (None, _digest(mutant.path)):
                 raise ChangedError(f"{mutant.module} has changed since its lines were measured; run with --measure")
             found = self._database.execute(LINES_OF_FILE, (str(mutant.path),)).fetchall()
-            self._lines[mutant.path] = [(name, bits) for name, bits in found if name in self.seconds]
+            self._lines[mutant.path] = [
+                (name, bits) for name, bits in found if self.seconds.get(name, inf) <= TEST_S_MAX
+            ]
         first, last = mutant.lines
         lines = range(first, last + 1)
         names = [name for name, bits in self._lines[mutant.path] if any(num_in_numbits(line, bits) for line in lines)]

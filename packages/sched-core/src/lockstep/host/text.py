@@ -34,6 +34,7 @@ TEMPLATE_CHARACTERS = 2**27
 """Default limits of a chat template: seconds, and characters of output."""
 
 CONTEXT = 32  # preceding tokens that may affect the text of a token: a space, bytes of one character
+INCOMPLETE, BYTES_MAX = "\N{REPLACEMENT CHARACTER}", 4  # text of bytes that are no character; bytes of the longest one
 
 
 class Text:
@@ -109,7 +110,7 @@ class Text:
         """
         dropped, skip = self._dropped or frozenset(), self._dropped is None
         recent = [token for token in prompt_ids[-CONTEXT:] if token >= 0 and token not in dropped]
-        stream = DecodeStream(ids=list(recent), skip_special_tokens=skip)
+        stream = self._stream_behind(recent, skip)
 
         def step(token: int) -> str:
             nonlocal stream
@@ -125,6 +126,21 @@ class Text:
                 return self.decode([*before, token])[len(self.decode(before)) :]
 
         return step
+
+    def _stream_behind(self, recent: Sequence[int], skip: bool) -> DecodeStream:
+        """Return a stream behind tokens. If they end inside a character, its first piece is this character alone."""
+        if recent and self.tokenizer.decode(recent[-1:], skip_special_tokens=skip).endswith(INCOMPLETE):
+            for count in range(1, min(BYTES_MAX, len(recent) + 1)):  # tokens of the character
+                before, begun = list(recent[:-count]), recent[-count:]
+                if not self.tokenizer.decode(before, skip_special_tokens=skip).endswith(INCOMPLETE):
+                    stream = DecodeStream(ids=before, skip_special_tokens=skip)
+                    try:
+                        for token in begun:
+                            stream.step(self.tokenizer, token)
+                    except Exception:  # the library's only error: bytes that began a character do not complete one
+                        break
+                    return stream
+        return DecodeStream(ids=list(recent), skip_special_tokens=skip)
 
     def chat(
         self,
