@@ -7,6 +7,7 @@
     python -m tests.campaigns.kills --demo-model       the torch demo model instead of an emulated one
     python -m tests.campaigns.kills --demo-model --pp 2 --tp 2    any process of its stages and ranks each time
     python -m tests.campaigns.kills --demo-model --attention-dp 2    one of its data-parallel ranks each time
+    python -m tests.campaigns.kills --demo-model --prefill 1 --decode 1 --pp 2    any process of both engines
     python -m tests.campaigns.kills --seed 7           the same requests and the same pauses again
     python -m tests.campaigns.kills --results FILE     one that goes on where it ended, part by part
 
@@ -123,7 +124,7 @@ def main(arguments: list[str]) -> int:
                 kills=told.kills - before.kills,
                 streams=told.streams or (8 if told.demo_model else 32),
                 gap_s=tuple(told.gap_s or ((1.0, 8.0) if of_ranks else (0.05, 1.0))),
-                prefills=told.prefill,
+                prefills=told.prefill * told.attention_dp,
                 in_a_row_max=told.in_a_row or (2 if of_ranks else IN_A_ROW),
                 gap_from_token=of_ranks,
                 client=client,

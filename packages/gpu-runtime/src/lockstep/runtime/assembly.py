@@ -391,14 +391,16 @@ def make_transfers(
             f"`role` is {config.role}, and this model has sliding windows or states in pools of their own, which this "
             "runtime does not hand over yet\nhint: leave out swa_full_tokens_ratio"
         )
-    computed = (type(model).__name__, str(model.dtype), model.kv_scales, settings.numerics, executor.attention.name)
+    computed = (type(model).__name__, str(model.dtype), settings.numerics, executor.attention.name)
     pages = parts_of(executor.attention.pool, executor.drafter, executor.canary)
     return RankPages(
         pages,
         config.page_size,
         place=RankPlace(0) if ranks is None else ranks.place,
         kv_heads=model.settings.kv_heads,
-        model=" ".join(map(str, computed)),
+        model=" ".join(computed),
+        first_layer=model.first_layer,
+        scales=model.kv_scales,
         transport=settings.transfer_transport,
         checksums=settings.transfer_checksums or settings.debug,
     )
