@@ -26,7 +26,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from lockstep.core.journal.reader import read_journal  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
-from tests.support.kills import ARGUMENTS, Asked, Outcome, Tally, ask, campaign, serve_one, stored  # noqa: E402
+from tests.support.kills import ARGUMENTS, Asked, Outcome, Tally, ask, campaign, own_failures, serve_one, stored  # noqa: E402
 from tests.support.live_server import RUN_SERVE, LiveServer, metric, running, serving, until  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -99,6 +99,16 @@ def test_the_parts_of_a_campaign_of_kills_are_added_up_in_its_file_of_results(tm
     path.write_text("{}")
     with pytest.raises(ValueError, match="no results of a campaign"):
         stored(path, options)
+
+
+def test_an_engine_that_ends_by_itself_is_found_among_those_that_were_killed() -> None:
+    failed = "ERROR engine 1: EngineStopped: the engine failed: "
+    own = failed + "RankLost: rank 1, stage 1 of 2 (process 9) failed with batches 2 to 3 in flight: ZeroDivisionError"
+    killed = (
+        "RankLost: rank 1 of 2 (process 9) was ended by SIGKILL (",
+        "PeerRankLost: rank 0 of 2 ended: the connection",
+    )
+    assert own_failures("\n".join([failed + killed[0], own, "INFO engine 1: ready", failed + killed[1]])) == [own]
 
 
 def test_a_session_goes_on_behind_a_kill_between_its_turns_and_within_one(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ the next ones in the stages before it.
 A file of results has the figures of all parts so far; it is written after every fifth kill and at the end. Each part
 has a server and a seed of its own: the seed of the part before, plus 1.
 
-It prints the kills of each process, the lost, doubled or wrong tokens (there must be none) and the recovery times. Exit
-status 1 after any fault.
+It prints the kills of each process, the lost, doubled or wrong tokens (there must be none) and the recovery times. An
+engine that ends by itself is a fault, too. Exit status 1 after any fault.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.kills import ARGUMENTS, IN_A_ROW, Outcome, campaign, stored
+from tests.support.kills import ARGUMENTS, IN_A_ROW, Outcome, campaign, own_failures, stored
 from tests.support.live_server import serving
 from tests.support.model_streams import DEMO, ModelStreams, requests_of
 
@@ -130,6 +130,8 @@ def main(arguments: list[str]) -> int:
                 client=client,
                 progress=progress,
             )
+        for line in own_failures(log.read_text("utf-8", "replace")):
+            part.tally.fault("failed", line)
         outcome = before.plus(part)
         if told.results is not None:
             outcome.store(told.results, options)

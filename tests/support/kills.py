@@ -227,6 +227,8 @@ class Outcome:
         return "\n".join([*shown, *tally.first])
 
 
+BY_A_KILL = re.compile(r"was ended by SIGKILL|rank \d+ of \d+ ended: ")
+"""The reason of an engine's end after a rank was killed: of its stages and `tp`; of data-parallel ranks."""
 STORED_OF_TALLY = ("requests", "tokens", "faults", "first")
 
 
@@ -374,6 +376,11 @@ def ranks_of(engine: int) -> list[int]:
                 if b"lockstep.runtime.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.append(child)
     return sorted(found)
+
+
+def own_failures(log: str) -> list[str]:
+    """Return the lines of a server's log about engines that ended otherwise than by a kill of a process of theirs."""
+    return [line for line in log.splitlines() if "the engine failed: " in line and BY_A_KILL.search(line) is None]
 
 
 def tokens_of_engine(server: LiveServer, number: str) -> float:
