@@ -22,7 +22,7 @@ from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.stages import RankPlace  # noqa: E402
 from lockstep.runtime.tiers.page_parts import PageParts, parts_of  # noqa: E402
 from lockstep.runtime.transfer.lead import EngineTransport  # noqa: E402
-from lockstep.runtime.transfer.rank import RankPages  # noqa: E402
+from lockstep.runtime.transfer.rank import RankPages, parts_in  # noqa: E402
 from lockstep.runtime.transfer.slices import heads_of, sources_of  # noqa: E402
 from lockstep.runtime.transfer.transports import (  # noqa: E402
     TransferFailed,
@@ -103,7 +103,7 @@ def whole_model() -> list[Any]:
 
 
 def rank_of(
-    full: list[Any] | None, rank: int, ranks: int, stages: int = 1, **more: Any
+    full: list[Any] | None, rank: int, ranks: int, stages: int = 1, scales: Any = None
 ) -> tuple[RankPages, KvPool, Any]:
     """The pages of one rank, with its layers and heads of the model, and a part that is the same on every rank."""
     place = RankPlace(rank, ranks, stages)
@@ -116,15 +116,15 @@ def rank_of(
             pool.keys[number][:PAGES] = full[2 * layer][:, :, own.start : own.stop]
             pool.values[number][:PAGES] = full[2 * layer + 1][:, :, own.start : own.stop]
     named = [(one.name, one.tensor) for one in parts_of(pool).parts]
+    pages = PageParts([*named, ("tags", tags)])
     made = RankPages(
-        PageParts([*named, ("tags", tags)]),
+        pages,
         PAGE_SIZE,
         place=place,
         kv_heads=HEADS,
         model="m",
-        first_layer=layers.start,
+        parts=parts_in(pages, layers.start, scales),
         checksums=True,
-        **more,
     )
     return made, pool, tags
 

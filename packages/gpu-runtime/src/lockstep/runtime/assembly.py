@@ -81,7 +81,7 @@ from lockstep.runtime.tables import DeviceTables, check_page_table
 from lockstep.runtime.tiers.identity import Identity, random_weights_digest, weights_digest
 from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.tiers.page_parts import parts_of
-from lockstep.runtime.transfer.rank import RankPages
+from lockstep.runtime.transfer.rank import RankPages, parts_in
 from lockstep.runtime.transfer.transports import check_transport
 from lockstep.runtime.two_batch import InHalves, check_two_batch
 
@@ -399,8 +399,7 @@ def make_transfers(
         place=RankPlace(0) if ranks is None else ranks.place,
         kv_heads=model.settings.kv_heads,
         model=" ".join(computed),
-        first_layer=model.first_layer,
-        scales=model.kv_scales,
+        parts=parts_in(pages, model.first_layer, model.kv_scales),
         transport=settings.transfer_transport,
         checksums=settings.transfer_checksums or settings.debug,
     )

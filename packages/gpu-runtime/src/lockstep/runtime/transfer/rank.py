@@ -60,8 +60,7 @@ class RankPages:
         model: describes what the bytes of KV depend on; equal on engines that hand over to each other.
         place: of this rank in its engine.
         kv_heads: of the whole model.
-        first_layer: number in the model of the first layer that the pages have.
-        scales: of keys and values that are stored in fp8, by layer of the pages; None: KV is stored as it is.
+        parts: of a page, with their names for other engines; None: the pages have all layers, and KV without scales.
     """
 
     def __init__(
@@ -72,8 +71,7 @@ class RankPages:
         place: RankPlace,
         kv_heads: int,
         model: str,
-        first_layer: int = 0,
-        scales: Sequence[tuple[float, float]] | None = None,
+        parts: tuple[LayoutPart, ...] | None = None,
         transport: TransferTransport = "shm",
         checksums: bool = False,
     ) -> None:
@@ -82,8 +80,8 @@ class RankPages:
         self._device = pages.device
         self._stagings: dict[int, Staging] = {}
         self._senders: dict[int, _Opened] = {}
-        parts = parts_in(pages, first_layer, scales)
-        self.layout = PageLayout(model, page_size, pages.size, place.tp, kv_heads, parts)
+        named = parts_in(pages) if parts is None else parts
+        self.layout = PageLayout(model, page_size, pages.size, place.tp, kv_heads, named)
         self._stream: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self.pages_per_slot = max(1, SLOT_BYTES // pages.size)
 
@@ -174,7 +172,8 @@ def parts_in(
     """Return the parts of a page as a layout contains them. Tensors of KV are [pages, page size, heads, head size].
 
     Args:
-        first_layer, scales: see RankPages.
+        first_layer: number in the model of the first layer that the pages have.
+        scales: of keys and values that are stored in fp8, by layer of the pages; None: KV is stored as it is.
     """
     found = []
     for one in pages.parts:
