@@ -446,6 +446,10 @@ RANKS: dict[str, Any] = {"tp": 2, "attention_dp": 2, "rank_schedulers": True}
 def test_each_data_parallel_rank_is_an_engine_with_one_gpu() -> None:
     settings = read_settings(None, {**RANKS, "router": "total_tokens", "set": {"prefill_delayer": True}})
     assert (settings.engines, [settings.gpus_of(engine) for engine in range(2)]) == (2, [1, 1])
+    settings = read_settings(None, {**RANKS, "prefill_engines": 1, "decode_engines": 2})
+    assert settings.engines == 6
+    assert [settings.role_of(engine) for engine in range(6)] == ["prefill"] * 2 + ["decode"] * 4
+    assert [settings.gpus_of(engine) for engine in range(6)] == [1] * 6
 
 
 @pytest.mark.parametrize(
@@ -469,7 +473,10 @@ def test_each_data_parallel_rank_is_an_engine_with_one_gpu() -> None:
         ),
         ({"dp": 2, "router_block_tokens": 0}, "`router_block_tokens` must be a whole number of at least 1, got `0`"),
         ({**RANKS, "dp": 2}, "`dp` is 2, but `attention_dp` is 2: a server has one engine of data-parallel ranks"),
-        ({**RANKS, "prefill_engines": 1, "decode_engines": 1}, "`prefill_engines` is 1, but `attention_dp` is 2"),
+        (
+            {**RANKS, "prefill_engines": 1, "decode_engines": 1, "decode_tp": 1},
+            "`attention_dp` is 2, and prefill and decode engines have different `tp`",
+        ),
         ({**RANKS, "emulate": "qwen3-8b@h200"}, "`attention_dp` is for a model"),
         ({**RANKS, "lora": {"a": "folder"}}, "`lora` is .*, but `attention_dp` is 2: MLPs compute the rows"),
         ({**RANKS, "tp": 4}, "each rank has the attention of one GPU\nhint: --tp 2"),

@@ -100,6 +100,16 @@ def test_an_offer_waits_until_both_sides_have_an_engine() -> None:
             "do not hand over pages of",
         ),
         ({"prefill_tp": 2}, "`prefill_tp` is 2; it must be at least 1, and is for prefill and decode engines"),
+        ({"prefill_engines": 1, "decode_engines": 1, "decode_pp": 0}, "`decode_pp` is 0; it must be at least 1"),
+        ({"decode_pp": 2}, "`decode_pp` is 2; it must be at least 1, and is for prefill and decode engines"),
+        (
+            {"prefill_engines": 1, "decode_engines": 1, "prefill_pp": 2, "draft_model": "demo"},
+            "`draft_model` is demo, but `pp` is 2",
+        ),
+        (
+            {"emulate": "qwen3-8b@h200", "prefill_engines": 1, "decode_engines": 1, "prefill_pp": 2},
+            "`prefill_pp` is for a model, and an emulated engine has none",
+        ),
         ({"transfer_transport": "tcp"}, "`transfer_transport` is for prefill and decode engines"),
         ({"set": {"role": "decode"}}, "the roles of a server's engines follow from their numbers"),
     ],
@@ -107,6 +117,13 @@ def test_an_offer_waits_until_both_sides_have_an_engine() -> None:
 def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         read_settings(None, given)
+
+
+def test_each_kind_of_engine_has_its_own_split() -> None:
+    roles = {"prefill_engines": 2, "decode_engines": 1}
+    settings = read_settings(None, {**roles, "tp": 4, "prefill_tp": 1, "prefill_pp": 3, "decode_pp": 2})
+    assert [(settings.tp_of(engine), settings.pp_of(engine)) for engine in range(3)] == [(1, 3), (1, 3), (4, 2)]
+    assert [settings.gpus_of(engine) for engine in range(3)] == [3, 3, 8]
 
 
 # -------------------------------------------------------------------------------------------------------- a live server
@@ -169,6 +186,25 @@ def test_a_server_with_roles_answers_as_one_engine(transport: str, plain: list[A
     verified = CliRunner().invoke(journal, ["verify", str(run)])
     assert verified.exit_code == 0, verified.output
     assert verified.output.count("equal") == 5, "three engines, two routers"
+
+
+@pytest.mark.parametrize(
+    ("split", "engines"),
+    [(("--tp", "2", "--attention-dp", "2", "--rank-schedulers"), 4), (("--prefill-pp", "2"), 2)],
+    ids=["ranks", "stages"],
+)
+def test_engines_of_ranks_or_stages_answer_as_one(
+    split: tuple[str, ...], engines: int, plain: list[Any], run: Path, tmp_path: Path
+) -> None:
+    roles = ("--prefill-engines", "1", "--decode-engines", "1", "--journal", str(run))
+    with serving(tmp_path / "log", *roles, *split) as server:
+        assert texts(server, BODIES) == plain
+        assert metric(server, "lockstep_transfers_total") == 7, "one of each answer"
+        assert len([name for name in server.children() if name.startswith("engine")]) == engines
+        assert server.end() == 0
+    verified = CliRunner().invoke(journal, ["verify", str(run)])
+    assert verified.exit_code == 0, verified.output
+    assert verified.output.count("equal") == engines + 2, "all engines, two routers"
 
 
 def test_streams_continue_when_either_engine_is_killed(plain: list[Any], run: Path, tmp_path: Path) -> None:

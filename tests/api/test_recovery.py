@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from lockstep.core.journal.reader import read_journal  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
-from tests.support.kills import ARGUMENTS, Asked, Tally, ask, campaign, serve_one  # noqa: E402
+from tests.support.kills import ARGUMENTS, Asked, Outcome, Tally, ask, campaign, own_failures, serve_one, stored  # noqa: E402
 from tests.support.live_server import RUN_SERVE, LiveServer, metric, running, serving, until  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -75,6 +76,39 @@ def test_killed_at_random_instants(tmp_path: Path) -> None:
     assert not outcome.tally.faults, told
     assert outcome.kills == kills, told
     assert outcome.tally.requests >= 32, told
+    assert outcome.victims.keys() == {"engine"}
+    assert 0 < outcome.serving <= kills, told
+
+
+def test_the_parts_of_a_campaign_of_kills_are_added_up_in_its_file_of_results(tmp_path: Path) -> None:
+    path, options = tmp_path / "results.json", ["pp=2"]
+    for seed, victim in ((7, "engine"), (8, "rank 1 of engine"), (9, "engine")):
+        part = Outcome(Counter({victim: 5}), 3, 1.5, Tally(requests=2, tokens=60), [0.5, 2.0], [seed])
+        whole = stored(path, options).plus(part) if path.exists() else part
+        whole.store(path, options)
+    found = stored(path, options)
+    assert found.victims == {"engine": 10, "rank 1 of engine": 5}
+    assert (found.kills, found.serving, found.seconds, found.seeds) == (15, 9, 4.5, [7, 8, 9])
+    assert (found.tally.requests, found.tally.tokens, max(found.back_s)) == (6, 180, 2.0)
+    assert "0 lost, 0 doubled, 0 wrong" in found.text()
+    found.tally.fault("lost", "one")
+    found.store(path, options)
+    assert "FAULTS: 1 lost" in stored(path, options).text()
+    with pytest.raises(ValueError, match=r"options \['pp=2'\], not \['pp=1'\]"):
+        stored(path, ["pp=1"])
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="no results of a campaign"):
+        stored(path, options)
+
+
+def test_an_engine_that_ends_by_itself_is_found_among_those_that_were_killed() -> None:
+    failed = "ERROR engine 1: EngineStopped: the engine failed: "
+    own = failed + "RankLost: rank 1, stage 1 of 2 (process 9) failed with batches 2 to 3 in flight: ZeroDivisionError"
+    killed = (
+        "RankLost: rank 1 of 2 (process 9) was ended by SIGKILL (",
+        "PeerRankLost: rank 0 of 2 ended: the connection",
+    )
+    assert own_failures("\n".join([failed + killed[0], own, "INFO engine 1: ready", failed + killed[1]])) == [own]
 
 
 def test_a_session_goes_on_behind_a_kill_between_its_turns_and_within_one(tmp_path: Path) -> None:

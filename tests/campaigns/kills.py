@@ -7,7 +7,9 @@
     python -m tests.campaigns.kills --demo-model       the torch demo model instead of an emulated one
     python -m tests.campaigns.kills --demo-model --pp 2 --tp 2    any process of its stages and ranks each time
     python -m tests.campaigns.kills --demo-model --attention-dp 2    one of its data-parallel ranks each time
+    python -m tests.campaigns.kills --demo-model --prefill 1 --decode 1 --pp 2    any process of both engines
     python -m tests.campaigns.kills --seed 7           the same requests and the same pauses again
+    python -m tests.campaigns.kills --results FILE     one that goes on where it ended, part by part
 
 The tokens of an emulated engine follow from prompt, seed and position. Those of the demo model are compared with the
 answers that the server gave before the first kill: completions and chats with logprobs, usage and grammars.
@@ -17,7 +19,14 @@ would ever be sent. Engines of several processes start slowly, and most kills wo
 the gap counts from the first token. It is longer, too: grammars are compiled again in each life of an engine, and a
 request that waits for its grammar through many short lives would get no token.
 
-It prints the lost, doubled or wrong tokens (there must be none) and the recovery times. Exit status 1 after any fault.
+With stages, rank 0 is the engine's process, in the last stage. The ranks 1 to `tp` - 1 are in the last stage, too, and
+the next ones in the stages before it.
+
+A file of results has the figures of all parts so far; it is written after every fifth kill and at the end. Each part
+has a server and a seed of its own: the seed of the part before, plus 1.
+
+It prints the kills of each process, the lost, doubled or wrong tokens (there must be none) and the recovery times. An
+engine that ends by itself is a fault, too. Exit status 1 after any fault.
 """
 
 from __future__ import annotations
@@ -29,9 +38,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.kills import ARGUMENTS, IN_A_ROW, campaign
+from tests.support.kills import ARGUMENTS, IN_A_ROW, Outcome, campaign, own_failures, stored
 from tests.support.live_server import serving
 from tests.support.model_streams import DEMO, ModelStreams, requests_of
+
+UNSTORED = ("kills", "seed", "log", "results")
+"""Options that may differ between two parts of a campaign."""
+
+
+def _options_of(told: argparse.Namespace) -> list[str]:
+    """Return the options that all parts of a campaign have in common."""
+    return [f"{name}={value}" for name, value in sorted(vars(told).items()) if name not in UNSTORED]
 
 
 def main(arguments: list[str]) -> int:
@@ -58,10 +75,31 @@ def main(arguments: list[str]) -> int:
         "--in-a-row", type=int, default=None, help="kills without a token between them; default: 10, and 2 over ranks"
     )
     parser.add_argument("--log", type=Path, default=None, help="keep the server's log there")
+    parser.add_argument("--results", type=Path, default=None, help="file of the results, from which it goes on")
     told = parser.parse_args(arguments)
-    seed = random.SystemRandom().randrange(2**31) if told.seed is None else told.seed
-    again = shlex.join([*arguments, *(() if told.seed is not None else ("--seed", str(seed)))])
+    options = _options_of(told)
+    before = Outcome()
+    if told.results is not None and told.results.exists():
+        try:
+            before = stored(told.results, options)
+        except ValueError as error:
+            parser.error(str(error))
+        if told.seed not in (None, before.seeds[0]):
+            parser.error(f"{told.results} is of a campaign that began with the seed {before.seeds[0]}")
+        if before.kills >= told.kills or before.tally.faults:
+            print(before.text())
+            return 1 if before.tally.faults else 0
+    first = random.SystemRandom().randrange(2**31) if told.seed is None else told.seed
+    first, seed = (before.seeds[0], before.seeds[-1] + 1) if before.seeds else (first, first)
+    again = shlex.join([*arguments, *(() if told.seed is not None else ("--seed", str(first)))])
     print(f"seed {seed}: python -m tests.campaigns.kills {again}", flush=True)
+
+    def progress(part: Outcome) -> None:
+        whole = before.plus(part)
+        if told.results is not None:
+            whole.store(told.results, options)
+        print(f"{whole.kills} kills, {whole.tally.requests} requests", flush=True)
+
     given: tuple[str, ...] = DEMO if told.demo_model else (*ARGUMENTS, "--speed", str(told.speed))
     given += ("--snapshot-s", str(told.snapshot_s))
     given += ("--api-workers", str(told.api_workers), "--dp", str(told.dp))
@@ -80,18 +118,23 @@ def main(arguments: list[str]) -> int:
                 expected = ModelStreams(server, requests_of(seed, told.requests))
                 print(f"{len(expected.expected)} of {told.requests} requests are compared: no near tie", flush=True)
                 client = expected.client
-            outcome = campaign(
+            part = campaign(
                 server,
                 seed=seed,
-                kills=told.kills,
+                kills=told.kills - before.kills,
                 streams=told.streams or (8 if told.demo_model else 32),
                 gap_s=tuple(told.gap_s or ((1.0, 8.0) if of_ranks else (0.05, 1.0))),
-                prefills=told.prefill,
+                prefills=told.prefill * told.attention_dp,
                 in_a_row_max=told.in_a_row or (2 if of_ranks else IN_A_ROW),
                 gap_from_token=of_ranks,
                 client=client,
-                progress=lambda line: print(line, flush=True),
+                progress=progress,
             )
+        for line in own_failures(log.read_text("utf-8", "replace")):
+            part.tally.fault("failed", line)
+        outcome = before.plus(part)
+        if told.results is not None:
+            outcome.store(told.results, options)
         print(outcome.text())
         if outcome.tally.faults:
             print(log.read_text()[-3000:])

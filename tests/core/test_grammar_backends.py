@@ -352,6 +352,13 @@ def test_an_exploding_grammar_is_refused_within_the_limits_and_the_next_is_compi
     assert 0 < len(allowed(hands.matchers, 0)) < VOCABULARY
 
 
+def test_a_grammar_whose_process_is_ended_meanwhile_has_an_error(hands: GrammarCompilers) -> None:
+    """As when an engine ends whose compiler has just taken a grammar."""
+    trial = hands.compiler._begin()
+    trial.kill()
+    assert "its process ended" in trial.compile(make_grammar("regex", "a"))
+
+
 class FirstTokens:
     """A matcher that admits tokens 3, 7 and 60 at the start, and records what it reads."""
 

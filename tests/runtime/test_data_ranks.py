@@ -16,17 +16,26 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 
-from lockstep.core.contract.commands import LaunchBatch  # noqa: E402
+from lockstep.core.contract.commands import LaunchBatch, StartTransfer  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import RequestRetracted  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.host.errors import EngineStopped, killed_from_outside  # noqa: E402
+from lockstep.host.handover.decode import DecodeSide  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.forward import RankTokens  # noqa: E402
 from lockstep.runtime.models.layers import SharedRows  # noqa: E402
 from tests.support.feature_campaign import most_in_flight  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
-from tests.support.model_engines import CPU, DENSE, EXPERTS, KINDS, OF_ENGINE, ranks_of  # noqa: E402
+from tests.support.model_engines import (  # noqa: E402
+    CPU,
+    DENSE,
+    EXPERTS,
+    KINDS,
+    OF_ENGINE,
+    ranks_in_roles,
+    ranks_of,
+)
 from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
 
 COUNTS = {"dense, overlap": 200}  # of requests; of the others 60, since they take as long
@@ -96,6 +105,42 @@ def test_requests_on_ranks_equal_one_engine(name: str, folders: dict[str, Path],
     )
     assert modes["idle"] > 0
     assert paddings == ({"sum_length"} if "speculative_method" in sched else {"max_length", "sum_length"})
+
+
+@pytest.mark.parametrize(("prefills", "decodes"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks_hand_requests_over(prefills: int, decodes: int, folders: dict[str, Path], tmp_path: Path) -> None:
+    """From each rank of a prefill engine to each rank of a decode engine; with 1 the engine has no ranks."""
+    folder, rng, asked = folders["qwen3"], random.Random(6), REQUESTS[:60]
+    with LLM(folder, **CPU, **OF_ENGINE) as single:
+        expected = single.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+
+    both = {"overlap_depth": 1, "num_reserved_decode_tokens": 16, "transfer_failure": "fail"}
+    sides = (both, {**both, "retract_every": 9})
+    with ranks_in_roles(folder, (prefills, decodes), tmp_path, {"debug": True}, *sides) as (firsts, llms):
+        used = [rng.randrange(decodes) for _ in asked]
+        pending = [llms[rank].ask(*one) for rank, one in zip(used, asked, strict=True)]
+        cancelled = set(rng.sample(range(len(asked)), len(asked) // 10))
+        for number in cancelled:
+            llms[used[number]].host.cancel(pending[number].answer.request_id)
+        for number, (rank, one) in enumerate(zip(used, pending, strict=True)):
+            ours, theirs = llms[rank].wait(one), expected[number]
+            if number in cancelled and ours.finish_reason == "cancelled":
+                assert ours.token_ids == theirs.token_ids[: len(ours.token_ids)], number
+                continue
+            assert (ours.finish_reason, ours.token_ids) == (theirs.finish_reason, theirs.token_ids), number
+        counts = [side.counts for llm in llms if isinstance(side := llm.handover, DecodeSide)]
+        assert sum(one.done for one in counts) >= len(asked) - len(cancelled)
+        assert all(one.pages for one in counts)
+    retracted, sent = 0, set()
+    for side, made in (("prefill", firsts), ("decode", llms)):
+        for rank, llm in enumerate(made):
+            steps = list(fold(tmp_path / side / f"rank{rank}"))
+            assert replay(tmp_path / side / f"rank{rank}").digest == llm.host.engine.digest
+            retracted += sum(isinstance(event, RequestRetracted) for _, step in steps for event in step.decided)
+            if side == "prefill" and any(isinstance(one, StartTransfer) for _, step in steps for one in step.commands):
+                sent.add(rank)
+    assert retracted
+    assert sent == set(range(prefills))
 
 
 def test_ranks_with_nothing_to_run_are_quiet(folders: dict[str, Path], tmp_path: Path) -> None:

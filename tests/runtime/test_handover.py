@@ -133,6 +133,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "tp 2 to 1": {"prefill": {"tp": 2}},
     "tp 1 to 2": {"decode": {"tp": 2}},
     "pp 2 to 2": {"prefill": {"pp": 2}, "decode": {"pp": 2}, "transfer_checksums": True},
+    "pp 2 to 1": {"prefill": {"pp": 2}, "transfer_checksums": True},
+    "tp 2 to pp 2": {"prefill": {"tp": 2}, "decode": {"pp": 2}},
     "ngram": {"speculative_method": "ngram", "num_speculative_tokens": 3},
     "draft model": {"speculative_method": "draft_model", "num_speculative_tokens": 3, "draft_model": "demo"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
@@ -184,15 +186,6 @@ def test_logprobs_hidden_states_and_samples_go_with_the_prompt(tmp_path: Path) -
     assert states[1] is not None
     assert states[0].shape == states[1].shape
     assert states[0] == pytest.approx(states[1], abs=1e-3)
-
-
-def test_engines_with_other_stages_hand_nothing_over(expected: list[list[int]], tmp_path: Path) -> None:
-    """Pages of a stage have its layers only, so the decode engine computes every prompt itself."""
-    with engines(tmp_path, {"pp": 2}, {}, **SMALL, transfer_failure="recompute") as (_, second):
-        assert [one.token_ids for one in second.generate(real_prompts()[:6], GREEDY)] == expected[:6]
-        side = second.handover
-        assert isinstance(side, DecodeSide)
-        assert (side.counts.done, side.counts.failed) == (0, 6)
 
 
 def test_an_engine_with_a_role_needs_other_engines() -> None:

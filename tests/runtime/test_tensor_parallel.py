@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,6 +37,7 @@ from lockstep.core.contract.events import Grammar, RequestRetracted, SamplingPar
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.batches import BatchResult, RowContext  # noqa: E402
 from lockstep.host.errors import killed_from_outside  # noqa: E402
+from lockstep.host.handover.kv import Fetch  # noqa: E402
 from lockstep.host.services import RequestServices  # noqa: E402
 from lockstep.runtime import LLM, Params, RequestOutput  # noqa: E402
 from lockstep.runtime import ranks as ranks_module  # noqa: E402
@@ -48,23 +49,26 @@ from lockstep.runtime.models.stage import ExpertSplit  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.rank_wire import (  # noqa: E402
     Channel,
+    CloseTransfers,
     Collected,
+    FetchPages,
     Launch,
+    Mask,
     Order,
     PlanChain,
+    ReadAdapter,
+    Sample,
     StopWorker,
     ToLead,
     ToWorker,
     drawn_digest,
 )
 from lockstep.runtime.ranks import LeadExecutor, check_split, rank_device  # noqa: E402
-from lockstep.runtime.worker import Follower, SentMasks  # noqa: E402
+from lockstep.runtime.worker import Follower, Orders, SentMasks  # noqa: E402
 from tests.runtime.test_host import Alternating  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
 from tests.support.small_llm import write_weights  # noqa: E402
 from tests.support.small_runtime import VOCABULARY, SmallRuntime, alone, make_executor  # noqa: E402
-
-T = TypeVar("T")
 
 # Errors planted in workers: at these prompts, and while a model is filled with random weights of this seed.
 RAISE, MISDRAW, CANNOT_BEGIN, CHOOSES_OTHERWISE = [11] * 7, [13] * 7, 4711, 4712
@@ -591,10 +595,32 @@ class Inbox:
     def next(self) -> Any:
         return self.channel.receive()
 
-    def expect(self, kind: type[T]) -> T:
+    def mask(self) -> Mask:
         message = self.next()
-        assert isinstance(message, kind)
+        assert isinstance(message, Mask)
         return message
+
+
+def test_orders_of_other_threads_that_come_before_a_mask_are_carried_out_behind_it() -> None:
+    """Links of prefill and decode engines order copies, and adapters are read, while a plan waits for its mask."""
+    ours, theirs = socket.socketpair()
+    lead, orders = Channel(ours, ToLead, 120.0), Orders(Channel(theirs, ToWorker, 120.0))
+    orders.leave = lambda: None  # type: ignore[method-assign]
+    others = [
+        FetchPages(1, 0, Fetch(0, 1, 0, np.zeros(1, np.int32))),
+        ReadAdapter(2, "a", 1, "folder"),
+        CloseTransfers(0),
+    ]
+    for message in (*others[:2], Mask(3, None), others[2], Mask(2, None), Sample(4), Sample(5)):
+        lead.send(message)
+    masks = SentMasks(orders)  # type: ignore[arg-type]
+    assert masks.allowed(np.zeros(3, np.int32)) is None
+    assert masks.allowed(np.zeros(2, np.int32)) is None
+    assert [type(orders.next()) for _ in others] == [type(one) for one in others]
+    with pytest.raises(RankLost, match="rank 0 sent Sample where Mask was due"):
+        masks.allowed(np.zeros(1, np.int32))
+    assert orders.next() == Sample(5)
+    lead.close()
 
 
 NOTHING_LIVE: Any = SimpleNamespace(version=0, model=SimpleNamespace(device=torch.device("cpu")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from importlib.util import find_spec
+from math import prod
 from typing import Any
 
 import msgspec
@@ -15,12 +16,13 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.host.handover.kv import Fetch  # noqa: E402
 from lockstep.host.handover.link import prove  # noqa: E402
+from lockstep.host.handover.wire import StagingPlace  # noqa: E402
 from lockstep.runtime import LLM  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.stages import RankPlace  # noqa: E402
 from lockstep.runtime.tiers.page_parts import PageParts, parts_of  # noqa: E402
 from lockstep.runtime.transfer.lead import EngineTransport  # noqa: E402
-from lockstep.runtime.transfer.rank import RankPages  # noqa: E402
+from lockstep.runtime.transfer.rank import RankPages, parts_in  # noqa: E402
 from lockstep.runtime.transfer.slices import heads_of, sources_of  # noqa: E402
 from lockstep.runtime.transfer.transports import (  # noqa: E402
     TransferFailed,
@@ -100,45 +102,58 @@ def whole_model() -> list[Any]:
     return [torch.randn(shape) for _ in range(2 * LAYERS)]
 
 
-def rank_of(full: list[Any] | None, rank: int, ranks: int, **more: Any) -> tuple[RankPages, KvPool, Any]:
-    """The pages of one rank, with its heads of the whole model, and a part that is the same on every rank."""
-    own = heads_of(rank, ranks, HEADS)
-    pool = KvPool(LAYERS, PAGES, PAGE_SIZE, len(own), HEAD_DIM, torch.float32, CPU)
+def rank_of(
+    full: list[Any] | None, rank: int, ranks: int, stages: int = 1, scales: Any = None
+) -> tuple[RankPages, KvPool, Any]:
+    """The pages of one rank, with its layers and heads of the model, and a part that is the same on every rank."""
+    place = RankPlace(rank, ranks, stages)
+    own, layers = heads_of(place.column, ranks, HEADS), place.stage.layers(LAYERS)
+    pool = KvPool(len(layers), PAGES, PAGE_SIZE, len(own), HEAD_DIM, torch.float32, CPU)
     tags = torch.zeros(PAGES + 1, PAGE_SIZE, dtype=torch.int64)
     if full is not None:
         tags[:PAGES] = torch.arange(PAGES * PAGE_SIZE).view(PAGES, PAGE_SIZE)
-        for layer in range(LAYERS):
-            pool.keys[layer][:PAGES] = full[2 * layer][:, :, own.start : own.stop]
-            pool.values[layer][:PAGES] = full[2 * layer + 1][:, :, own.start : own.stop]
+        for number, layer in enumerate(layers):
+            pool.keys[number][:PAGES] = full[2 * layer][:, :, own.start : own.stop]
+            pool.values[number][:PAGES] = full[2 * layer + 1][:, :, own.start : own.stop]
     named = [(one.name, one.tensor) for one in parts_of(pool).parts]
+    pages = PageParts([*named, ("tags", tags)])
     made = RankPages(
-        PageParts([*named, ("tags", tags)]),
+        pages,
         PAGE_SIZE,
-        place=RankPlace(rank, ranks),
+        place=place,
         kv_heads=HEADS,
         model="m",
+        parts=parts_in(pages, layers.start, scales),
         checksums=True,
-        **more,
     )
     return made, pool, tags
 
 
-@pytest.mark.parametrize("receivers", [1, 2, 4, 8])
-@pytest.mark.parametrize("senders", [1, 2, 4, 8])
-def test_ranks_of_any_number_get_their_heads_from_ranks_of_any_number(senders: int, receivers: int) -> None:
+SPLITS = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (8, 2), (1, 3), (4, 3)]
+"""Ranks of each stage, and stages."""
+
+
+@pytest.mark.parametrize("receivers", SPLITS)
+@pytest.mark.parametrize("senders", SPLITS)
+def test_ranks_and_stages_of_any_number_get_their_heads_and_layers_from_any_number(
+    senders: tuple[int, int], receivers: tuple[int, int]
+) -> None:
     full = whole_model()
-    sending = [rank_of(full, rank, senders)[0] for rank in range(senders)]
+    sending = [rank_of(full, rank, *senders)[0] for rank in range(prod(senders))]
+    for one in sending:
+        one.pages_per_slot = 8  # less memory
     places = tuple(one.open_staging(0) for one in sending)
     pages, into = np.array([3, 9, 4, 17, 0], np.int32), np.array([11, 2, 19], np.int32)
     checksums = tuple(one.stage(0, 2, pages) for one in sending)
     assert all(checksums)
-    for rank in range(receivers):
-        made, pool, tags = rank_of(None, rank, receivers)
+    for rank in range(prod(receivers)):
+        made, pool, tags = rank_of(None, rank, *receivers)
         made.open_sender(5, sending[0].layout, places)
         made.fetch(5, Fetch(2, 5, 2, into, checksums))
-        own = heads_of(rank, receivers, HEADS)
-        for layer in range(LAYERS):
-            for got, right in ((pool.keys[layer], full[2 * layer]), (pool.values[layer], full[2 * layer + 1])):
+        place = RankPlace(rank, *receivers)
+        own = heads_of(place.column, place.tp, HEADS)
+        for number, layer in enumerate(place.stage.layers(LAYERS)):
+            for got, right in ((pool.keys[number], full[2 * layer]), (pool.values[number], full[2 * layer + 1])):
                 assert torch.equal(got[into.tolist()], right[[4, 17, 0]][:, :, own.start : own.stop])
                 assert not got[[3, 9]].any()
         assert torch.equal(tags[into.tolist()], torch.arange(PAGES * PAGE_SIZE).view(PAGES, PAGE_SIZE)[[4, 17, 0]])
@@ -169,12 +184,33 @@ def test_other_bytes_than_those_that_were_sent_fail() -> None:
     [
         ({"model": "n"}, "the prefill engine has `model` m, the decode engine n"),
         ({"page_size": 8}, "`page_size` 4, the decode engine 8"),
-        ({"parts": ()}, "different parts: only one has keys"),
-        ({"page_bytes": 1}, "a page has .* bytes there, and 1 here"),
+        ({"parts": ()}, "only one has model keys 0, model keys 1"),
+        ({"parts": {"size": 1}}, "`model keys 0` of a page has 512 bytes there, and 1 here"),
+        ({"parts": {"dtype": "torch.int8"}}, "`model keys 0` has the number type torch.float32 on the prefill engine"),
+        ({"ranks": 2, "kv_heads": 0}, "no KV heads that 1 and 2 ranks could share"),
     ],
 )
 def test_pages_of_another_meaning_are_refused_with_the_difference(change: dict[str, Any], message: str) -> None:
     layout = rank_of(None, 0, 1)[0].layout
-    other = msgspec.structs.replace(layout, **change)
-    with pytest.raises(ConfigError, match=message.replace("keys", ".*keys")):
-        sources_of(layout, other, 0)
+    if of_parts := change.get("parts"):
+        change = {"parts": tuple(msgspec.structs.replace(one, **of_parts) for one in layout.parts)}
+    there = msgspec.structs.replace(layout, kv_heads=change.get("kv_heads", HEADS)) if "ranks" in change else layout
+    place = StagingPlace("shm", "", 1, 1, layout.page_bytes, layout.parts)
+    with pytest.raises(ConfigError, match=message):
+        sources_of(there, [place], msgspec.structs.replace(layout, **change), 0)
+
+
+def test_scales_of_kv_are_those_of_the_same_layer() -> None:
+    """Each stage has the scales of its own layers, and an engine of one stage those of all."""
+    scales = [(0.5, 0.25), (2.0, 1.0), (1.0, 4.0)]
+    stages = [rank_of(None, rank, 1, 2, scales=scales[slice(*part)])[0] for rank, part in enumerate(((1, 3), (0, 1)))]
+    places = [one.open_staging(0) for one in stages]
+    whole, layout = rank_of(None, 0, 1, scales=scales)[0].layout, stages[0].layout
+    assert {rank: len(copies) for rank, copies in sources_of(layout, places, whole, 0).items()} == {0: 5, 1: 2}
+    for one in stages:
+        assert sources_of(layout, places, one.layout, 0, all_layers=False)
+    other = rank_of(None, 0, 1, scales=[*scales[:2], (1.0, 5.0)])[0].layout
+    with pytest.raises(ConfigError, match=r"`model values 2` has the number type torch.float32 x 4.0 on the prefill"):
+        sources_of(layout, places, other, 0)
+    for one in stages:
+        one.close_all()

@@ -219,6 +219,18 @@ def test_the_line_to_serve_has_all_engines_of_both_kinds() -> None:
     shown = CliRunner().invoke(serve, [*shlex.split(serve_command.serve_commands(of_three)[1].line)[2:], "--dry-run"])
     assert shown.exit_code == 0, shown.output
     assert "6 prefill engines, 3 decode engines" in shown.output
+    staged = replace(trial, base=replace(trial.base, pp=2))
+    served = serve_command.serve_commands(replace(of_three, trial=staged))[0]
+    assert served.lacks == []
+    assert "--pp 2 " in served.line
+    ranks = replace(trial, base=replace(trial.base, attention_dp=2, rank_schedulers=True))
+    alike = planned(question("prefill_decode=2:1", common=common, rate=1.0)).winner
+    assert alike is not None
+    served = serve_command.serve_commands(replace(alike, trial=ranks))[0]
+    assert served.lacks == []
+    assert "--tp 2 --attention-dp 2 --rank-schedulers --prefill-engines 2 --decode-engines 1 " in served.line
+    served = serve_command.serve_commands(replace(of_three, trial=ranks))[0]
+    assert served.lacks == ["attention_dp 2", "rank_schedulers yes"]  # ranks of other numbers than `tp`
     most = replace(winner, best=replace(winner.best, replicas=200), trial=trial)
     assert serve_command.serve_commands(most)[0].lacks == ["more than 256 prefill engines"]
     assert pytest.importorskip("lockstep.api.settings").AT_MOST["dp"] == serve_command.SERVED_ENGINES_MAX

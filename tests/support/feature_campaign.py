@@ -30,11 +30,11 @@ from lockstep.runtime import LLM, Params
 from lockstep.runtime.llm import demo_folder
 from lockstep.runtime.outputs import PendingRequest, RequestOutput
 from tests.support.adapters import write_adapter
-from tests.support.model_engines import CPU, DENSE, EXPERTS, HALVES, engines, ranks_of
+from tests.support.model_engines import CPU, DENSE, EXPERTS, HALVES, engines, ranks_in_roles, ranks_of
 from tests.support.small_llm import write_weights
 
 Kind = Literal["demo", "adapters", "sessions", "dense", "experts"]
-Layout = Literal["one", "roles", "ranks"]
+Layout = Literal["one", "roles", "ranks", "ranks in roles"]
 
 CLEAR = 2e-3  # of logprobs; ranks in float32 differ by less than a tenth of it
 RARE = ("host tokens", "storage tokens")
@@ -62,7 +62,8 @@ class Case:
     Args:
         name: the pair, as in the table of docs/distributed.md, or a feature.
         variant: which of the cases with this name it is.
-        layout: one engine; a prefill and a decode engine; data-parallel ranks, of which each is an engine.
+        layout: one engine; a prefill and a decode engine; data-parallel ranks, of which each is an engine; a prefill
+            and a decode engine with `attention_dp` ranks each.
         options: of all engines; `prefill` and `decode` add to them.
         overlaps: depths of overlap, each a check of its own.
     """
@@ -117,7 +118,16 @@ ALONE: list[Case] = [
 ]
 PAIRS: list[Case] = [
     Case(name=f"tiers, {ROLES}", layout="roles", options=TIERS),
-    Case(name=f"{ROLES}, stages", **both(pp=2)),
+    Case(name=f"{ROLES}, stages", variant="alike", **both(pp=2)),
+    Case(name=f"{ROLES}, stages", variant="2 to 1", layout="roles", prefill={"pp": 2}),
+    Case(name=f"{ROLES}, stages", variant="tp 2 to pp 2", layout="roles", prefill={"tp": 2}, decode={"pp": 2}),
+    *(
+        Case(
+            name=f"{RANKS}, {ROLES}", variant=f"{first} to {second}", kind="dense", layout="ranks in roles",
+            prefill={"attention_dp": first}, decode={"attention_dp": second},
+        )
+        for first, second in ((2, 2), (2, 1), (1, 2))
+    ),
     Case(name=f"{ROLES}, `tp` of another size", variant="2 to 1", layout="roles", prefill={"tp": 2}),
     Case(name=f"{ROLES}, `tp` of another size", variant="1 to 2", layout="roles", decode={"tp": 2}),
     Case(
@@ -365,6 +375,12 @@ def running(case: Case, models: Models, overlap: int, place: Path) -> Iterator[R
         folder, of_engine = given.pop("model"), {name: given.pop(name) for name in _OF_CONFIG if name in given}
         with ranks_of(folder, case.ranks, place, of_engine, {**given, **forced}) as llms:
             yield Running(llms, llms)
+    elif case.layout == "ranks in roles":
+        folder, of_engine = given.pop("model"), {name: given.pop(name) for name in _OF_CONFIG if name in given}
+        ranks = (case.prefill["attention_dp"], case.decode["attention_dp"])
+        given["num_reserved_decode_tokens"] = 16
+        with ranks_in_roles(folder, ranks, place, of_engine, given, {**given, **forced}) as (firsts, seconds):
+            yield Running([*firsts, *seconds], seconds)
     else:
         split = {"rank_timeout_s": ANSWER_S} if {"tp", "pp"} & given.keys() else {}
         with LLM(**given, **forced, **split, journal=place / "engine") as llm:
@@ -514,7 +530,7 @@ def _marks(case: Case, overlap: int, made: Running) -> dict[str, int]:
             marks["storage tokens"] = sum(one.tiers.storage_tokens for one in stats)
     if "speculative_method" in case.options:
         marks["drafts kept"] = sum(one.drafts.right for one in stats)
-    if case.layout == "roles":
+    if "roles" in case.layout:
         sides = [llm.handover for llm in made.asked]
         marks["handed over"] = sum(side.counts.done for side in sides if isinstance(side, DecodeSide))
     return marks
@@ -526,11 +542,11 @@ def _marks_of_steps(case: Case, overlap: int, steps: Sequence[list[Any]]) -> dic
     marks: Counter[str] = Counter()
     if overlap:
         marks["overlapped"] = max(most_in_flight(some) for some in steps) - 1
-    if case.options.get("pp", 1) > 1 or case.decode.get("pp", 1) > 1:
+    if max(some.get("pp", 1) for some in (case.options, case.prefill, case.decode)) > 1:
         marks["of later microbatches"] = sum(plan.microbatch > 0 for plan in plans)
     if "two_batch_overlap" in case.options:
         marks["split"] = sum(plan.halves is not None for plan in plans)
-    if case.layout == "ranks":
+    if "ranks" in case.layout:
         marks["idle passes"] = sum(plan.mode == "idle" for plan in plans)
     return dict(marks)
 

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,10 +176,41 @@ Client = Callable[[random.Random, str, Tally], None]
 class Outcome:
     """A campaign, as figures."""
 
-    kills: int
-    seconds: float
-    tally: Tally
-    back_s: list[float]  # from each kill to the first token of the next generation of that engine
+    victims: Counter[str] = field(default_factory=Counter)  # kills by the process that was killed
+    serving: int = 0  # kills behind a token of the same life of the engine; it was starting in the others
+    seconds: float = 0.0
+    tally: Tally = field(default_factory=Tally)
+    back_s: list[float] = field(default_factory=list)  # from each kill to the next generation's first token
+    seeds: list[int] = field(default_factory=list)  # one for each part of the campaign
+
+    @property
+    def kills(self) -> int:
+        """Number of kills."""
+        return self.victims.total()
+
+    def plus(self, more: Outcome) -> Outcome:
+        """Return the figures of two parts of a campaign together."""
+        one, other = self.tally, more.tally
+        return Outcome(
+            victims=self.victims + more.victims,
+            serving=self.serving + more.serving,
+            seconds=self.seconds + more.seconds,
+            tally=Tally(
+                requests=one.requests + other.requests,
+                tokens=one.tokens + other.tokens,
+                faults=one.faults + other.faults,
+                first=[*one.first, *other.first],
+            ),
+            back_s=[*self.back_s, *more.back_s],
+            seeds=[*self.seeds, *more.seeds],
+        )
+
+    def store(self, path: Path, options: Sequence[str]) -> None:
+        """Write the figures to a file of results, with the options of the campaign."""
+        tally = {name: getattr(self.tally, name) for name in STORED_OF_TALLY}
+        values = {"options": list(options), **vars(self), "tally": tally}
+        path.with_suffix(".new").write_text(json.dumps(values) + "\n", encoding="utf-8")
+        path.with_suffix(".new").replace(path)
 
     def text(self) -> str:
         """In words."""
@@ -187,11 +218,36 @@ class Outcome:
         faults = ", ".join(f"{count} {kind}" for kind, count in sorted(tally.faults.items()))
         verdict = f"FAULTS: {faults}" if faults else "0 lost, 0 doubled, 0 wrong, every stream ended as it should"
         shown = [f"{self.kills} kills in {self.seconds:.0f} s: {tally.requests} requests, {tally.tokens:,} tokens"]
+        by_victim = ", ".join(f"{count} of {victim}" for victim, count in sorted(self.victims.items()))
+        shown.append(f"{by_victim or 'none'}; {self.serving} behind a token, the others during a start")
         shown.append(verdict)
         if back:
             p99 = back[min(len(back) - 1, round(0.99 * (len(back) - 1)))]
             shown.append(f"kill to next token: median {back[len(back) // 2]:.3f} s, p99 {p99:.3f}, max {back[-1]:.3f}")
         return "\n".join([*shown, *tally.first])
+
+
+BY_A_KILL = re.compile(r"was ended by SIGKILL|rank \d+ of \d+ ended: ")
+"""The reason of an engine's end after a rank was killed: of its stages and `tp`; of data-parallel ranks."""
+STORED_OF_TALLY = ("requests", "tokens", "faults", "first")
+
+
+def stored(path: Path, options: Sequence[str]) -> Outcome:
+    """Return the figures in a file of results.
+
+    Raises: ValueError for another file, or for a campaign with other options.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        others, tally = values.pop("options"), Tally(**values.pop("tally"))
+        tally.faults = Counter(tally.faults)
+        found = Outcome(tally=tally, **values)
+        found.victims = Counter(found.victims)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has no results of a campaign: {error}; name another file, or delete it") from None
+    if others != list(options):
+        raise ValueError(f"{path} is of a campaign with the options {others}, not {list(options)}; name another file")
+    return found
 
 
 def campaign(
@@ -202,7 +258,7 @@ def campaign(
     streams: int = 32,
     gap_s: tuple[float, float] = (0.05, 1.0),
     tokens: tuple[int, int] = (20, 150),
-    progress: Callable[[str], object] = lambda _: None,
+    progress: Callable[[Outcome], object] = lambda _: None,
     how: signal.Signals = signal.SIGKILL,
     client: Client | None = None,
     prefills: int = 0,
@@ -217,6 +273,7 @@ def campaign(
         streams: number of clients.
         gap_s: shortest and longest time between two kills, in seconds.
         tokens: fewest and most tokens of a request, without `client`.
+        progress: called with the figures so far, after every fifth kill.
         prefills: number of prefill engines, which have the first numbers. Their tokens are those of other engines.
         in_a_row_max: kills without a token between them.
         gap_from_token: the gap counts from the first token after a kill, for engines that start more slowly than it: an
@@ -237,41 +294,47 @@ def campaign(
     threads = [threading.Thread(target=repeat, args=(number,)) for number in range(streams)]
     for thread in threads:
         thread.start()
-    began_s, back_s, done = time.monotonic(), list[float](), 0
+    began_s, outcome = time.monotonic(), Outcome(tally=tally, seeds=[seed])
     awaited = dict[str, Awaited]()  # by the name of the engine that was killed
     next_s = began_s + 0.5
     killed, in_a_row = set[int](), 0
-    while done < kills and server.process.poll() is None and not tally.faults:
+    while outcome.kills < kills and server.process.poll() is None and not tally.faults:
         now_s = time.monotonic()
         for name, one in list(awaited.items()):
             if (took_s := one.took_s()) is not None:
-                back_s.append(took_s)
+                outcome.back_s.append(took_s)
                 del awaited[name]
                 in_a_row = 0
                 if gap_from_token:
                     next_s = now_s + rng.uniform(*gap_s)
         if now_s >= next_s and in_a_row < in_a_row_max:
             engines = sorted((name, pid) for name, pid in server.children().items() if name.startswith("engine"))
-            engines += [(name, rank) for name, pid in engines for rank in ranks_of(pid)]
-            name, alive = rng.choice(engines) if engines else ("", 0)
-            if alive and alive not in killed:
-                os.kill(alive, how)
-                killed.add(alive)
-                done, in_a_row = done + 1, in_a_row + 1
+            alive = [(name, "", pid) for name, pid in engines]
+            for name, pid in engines:
+                alive += [(name, f"rank {number} of ", rank) for number, rank in enumerate(ranks_of(pid), 1)]
+            name, rank_of, victim = rng.choice(alive) if alive else ("", "", 0)
+            if victim and victim not in killed:
+                os.kill(victim, how)
+                killed.add(victim)
+                outcome.victims[f"{rank_of}{name}"] += 1
+                outcome.serving += name not in awaited
+                in_a_row += 1
                 # A kill before the first token of a generation counts from the kill before.
                 named = "" if prefills and int(name.removeprefix("engine")) < prefills else name
                 awaited.setdefault(name, Awaited(server, named, tally))
                 next_s = time.monotonic() + rng.uniform(*gap_s)
-                if done % 20 == 0:
-                    progress(f"{done} kills, {tally.requests} requests")
+                if outcome.kills % 5 == 0:
+                    outcome.seconds = time.monotonic() - began_s
+                    progress(outcome)
         time.sleep(0.002)
     enough.set()
     for thread in threads:
         thread.join()
-    back_s += [took_s for one in awaited.values() if (took_s := one.took_s()) is not None]
+    outcome.back_s += [took_s for one in awaited.values() if (took_s := one.took_s()) is not None]
+    outcome.seconds = time.monotonic() - began_s
     if server.process.poll() is not None:
         tally.fault("server", f"it ended with {server.process.returncode}")
-    return Outcome(done, time.monotonic() - began_s, tally, back_s)
+    return outcome
 
 
 class Awaited:
@@ -305,7 +368,7 @@ class Awaited:
 
 
 def ranks_of(engine: int) -> list[int]:
-    """Return the processes of the other ranks of an engine: those of its `tp`, and those of its pipeline stages."""
+    """Return the processes of the other ranks of an engine, of its `tp` and its stages, by their start."""
     found = []
     for listed in Path(f"/proc/{engine}/task").glob("*/children"):
         with suppress(OSError):
@@ -313,6 +376,11 @@ def ranks_of(engine: int) -> list[int]:
                 if b"lockstep.runtime.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.append(child)
     return sorted(found)
+
+
+def own_failures(log: str) -> list[str]:
+    """Return the lines of a server's log about engines that ended otherwise than by a kill of a process of theirs."""
+    return [line for line in log.splitlines() if "the engine failed: " in line and BY_A_KILL.search(line) is None]
 
 
 def tokens_of_engine(server: LiveServer, number: str) -> float:

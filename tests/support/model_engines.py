@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
@@ -34,6 +34,25 @@ OF_ENGINE: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 48, "max_ru
 HALVES: dict[str, Any] = {"two_batch_overlap": True, "two_batch_decode_tokens": 2, "two_batch_prefill_tokens": 4}
 KINDS: list[dict[str, Any]] = [{}, {}, {"temperature": 1.0, "top_k": 20, "seed": 3}, {"logprobs": 2}]
 """Kinds of requests, in turn."""
+ROOMS = 100
+"""Rooms of a request to a decode engine, at most."""
+
+
+def in_rooms(llm: LLM, rooms: Iterator[int], prefills: int = 1) -> None:
+    """Give every request to a decode engine a room, and one of the prefill engines 0, 1, ..., in turn.
+
+    Args:
+        rooms: first rooms of requests, at least as far apart as a request has samples. Engines share them.
+    """
+    submit, side = llm.host.submit, llm.handover
+    assert isinstance(side, DecodeSide)
+
+    def submit_in_room(request: Any, *sinks: Any, **more: Any) -> int:
+        room = next(rooms)
+        side.route(room, room // ROOMS % prefills)
+        return submit(msgspec.structs.replace(request, transfer_room=room), *sinks, **more)
+
+    llm.host.submit = submit_in_room  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -49,41 +68,39 @@ def engines(folder: Path, prefill: dict[str, Any], decode: dict[str, Any], **bot
         LLM(**{**both, **prefill}, role="prefill", hand_over=lambda kv: PrefillSide(kv, address)) as first,
         LLM(**{**both, **decode}, role="decode", hand_over=lambda kv: DecodeSide(kv, lambda _: address)) as second,
     ):
-        submit, rooms, side = second.host.submit, count(step=100), second.handover
-        assert isinstance(side, DecodeSide)
-
-        def submit_in_room(request: Any, *sinks: Any, **more: Any) -> int:
-            room = next(rooms)
-            side.route(room, 0)
-            return submit(msgspec.structs.replace(request, transfer_room=room), *sinks, **more)
-
-        second.host.submit = submit_in_room  # type: ignore[method-assign]
+        in_rooms(second, count(step=ROOMS))
         yield first, second
 
 
 @contextmanager
 def ranks_of(
-    folder: Path, ranks: int, place: Path, options: dict[str, Any], sched: dict[str, Any], **more: Any
+    folder: Path,
+    ranks: int,
+    place: Path,
+    options: dict[str, Any],
+    sched: dict[str, Any],
+    of_rank: Callable[[int], dict[str, Any]] = lambda _: {},
+    **more: Any,
 ) -> Iterator[list[LLM]]:
     """All ranks of one engine, of which every one starts in a thread of its own, since they wait for each other.
 
     Args:
+        ranks: data-parallel ranks; with 1 the engine has none.
         place: for their sockets, and a journal of each in `rank0`, `rank1`, ...
         options, more: fields of EngineConfig; `sched`: fields of SchedConfig, over those of OF_ENGINE. A `device` of
             `cuda` is that of the first rank, the next one that of the second, ...
+        of_rank: returns fields of EngineConfig that differ by rank.
     """
     place.mkdir(exist_ok=True)
 
     def make(rank: int) -> LLM:
-        given = {**CPU, **options, **more}
+        shared: dict[str, Any] = {"tp": ranks, "attention_dp": ranks, "rank_schedulers": True}
+        seat = {**shared, "data_rank": DataRank(rank, ranks, place)} if ranks > 1 else {}
+        given: dict[str, Any] = {**CPU, **seat, **options, **more, **of_rank(rank)}
         if given["device"] == "cuda":
             given["device"] = f"cuda:{rank}"
         config = EngineConfig(
             **given,
-            tp=ranks,
-            attention_dp=ranks,
-            rank_schedulers=True,
-            data_rank=DataRank(rank, ranks, place),
             journal=place / f"rank{rank}",
             sched={**OF_ENGINE, **sched},
         )
@@ -96,3 +113,39 @@ def ranks_of(
     finally:
         for llm in made:
             llm.close()
+
+
+@contextmanager
+def ranks_in_roles(
+    folder: Path,
+    ranks: tuple[int, int],
+    place: Path,
+    options: dict[str, Any],
+    prefill: dict[str, Any],
+    decode: dict[str, Any],
+) -> Iterator[tuple[list[LLM], list[LLM]]]:
+    """A prefill and a decode engine of data-parallel ranks; requests to a decode rank use the prefill ranks in turn.
+
+    Args:
+        ranks: of the prefill and of the decode engine; with 1 an engine has none.
+        place: for their sockets, and journals in `prefill/rank0`, ..., `decode/rank0`, ...; its path must be short.
+        options: fields of EngineConfig; `prefill`, `decode`: fields of SchedConfig.
+    """
+
+    def address(number: int) -> str:
+        return f"unix:{place}/kv-{number}"
+
+    def sending(rank: int) -> dict[str, Any]:
+        return {"hand_over": lambda kv: PrefillSide(kv, address(rank), number=rank)}
+
+    def receiving(rank: int) -> dict[str, Any]:
+        return {"hand_over": lambda kv: DecodeSide(kv, address, number=ranks[0] + rank)}
+
+    with (
+        ranks_of(folder, ranks[0], place / "prefill", options, {**prefill, "role": "prefill"}, sending) as firsts,
+        ranks_of(folder, ranks[1], place / "decode", options, {**decode, "role": "decode"}, receiving) as seconds,
+    ):
+        rooms = count(step=ROOMS)
+        for llm in seconds:
+            in_rooms(llm, rooms, ranks[0])
+        yield firsts, seconds

@@ -36,7 +36,7 @@ RANKS: dict[str, Any] = {"tp": 2, "attention_dp": 2, "rank_schedulers": True}
 DRAFTER: dict[str, Any] = {"speculative_method": "draft_model", "draft_model": "demo"}
 NGRAM: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": 3}
 WINDOWS: dict[str, Any] = {"swa_full_tokens_ratio": 0.5}
-ON_RANKS = "data-parallel attention with `role`, `draft_model`, `--pp` or pages of windows"
+ON_RANKS = "data-parallel attention with `draft_model`, `--pp` or pages of windows"
 IN_STAGES = "stages with a draft model, pages of windows or a head that drafts"
 IN_HALVES = "halves with drafts, forced tokens, several steps, stages, pools of windows or states"
 POOLS = "tiers or prefill and decode engines with pools of windows or states"
@@ -48,7 +48,6 @@ REFUSED: list[Refused] = [
     *(
         Refused(name=ON_RANKS, options={**RANKS, **options}, words=words)
         for options, words in (
-            ({"role": "decode"}, "`role` is decode, but `attention_dp` is 2"),
             (DRAFTER, "`draft_model` is .*, but `attention_dp` is 2"),
             ({"pp": 2}, "`pp` is 2, but `attention_dp` is 2"),
             (WINDOWS, "`swa_full_tokens_ratio` is 0.5, but `attention_dp` is 2"),

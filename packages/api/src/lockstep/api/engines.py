@@ -329,9 +329,10 @@ def _data_rank(settings: ServeSettings, place: Place) -> DataRank | None:
     """Return which data-parallel rank an engine process is; None: its engine has one."""
     from lockstep.runtime.data_ranks import DataRank
 
-    if settings.attention_dp == 1:
+    if (ranks := settings.attention_dp) == 1:
         return None
-    return DataRank(place.number, settings.attention_dp, place.folder.parent)
+    rank = place.number % ranks
+    return DataRank(rank, ranks, engine_folder(place.folder.parent, place.number - rank, settings.engines))
 
 
 def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) -> EngineUnit:
@@ -346,7 +347,8 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
             f"a model needs the package lockstep-runtime with torch: {error}\n"
             "hint: install it, or give emulate (--emulate qwen3-8b@h200)"
         ) from error
-    settings = msgspec.structs.replace(settings, device=_device(settings, number), tp=settings.tp_of(number))
+    split = {"tp": settings.tp_of(number), "pp": settings.pp_of(number)}
+    settings = msgspec.structs.replace(settings, device=_device(settings, number), **split)
     scheduler = _scheduler(settings, number)
     loras = scheduler.get("max_loras", LORAS if settings.lora else None)
     meter = None if settings.calibration is None else _meter(settings, settings.calibration, folder, loras)

@@ -178,11 +178,14 @@ def _named(tenants: list[str]) -> str:
 
 def _engines(settings: ServeSettings) -> str:
     """Return the number of engines as text, by role."""
-    if settings.attention_dp > 1:
-        return f"1 engine of {_count(settings.attention_dp, 'data-parallel rank')}"
+    ranks = settings.attention_dp
+    of_ranks = f" of {_count(ranks, 'data-parallel rank')}" if ranks > 1 else ""
     if not settings.hands_over:
-        return _count(settings.dp, "engine")
-    return f"{_count(settings.prefill_engines, 'prefill engine')}, {_count(settings.decode_engines, 'decode engine')}"
+        return _count(settings.dp, "engine") + of_ranks
+    return ", ".join(
+        _count(number, f"{role} engine") + of_ranks
+        for role, number in (("prefill", settings.prefill_engines), ("decode", settings.decode_engines))
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -9,6 +9,7 @@ import ipaddress
 import json
 import re
 import tomllib
+from copy import copy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
@@ -165,6 +166,8 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
     decode_engines: Annotated[int, Option("Engines that continue behind the prompts of --prefill-engines.")] = 0
     prefill_tp: Annotated[int | None, Option("--tp of prefill engines.", metavar="GPUS", default="as --tp")] = None
     decode_tp: Annotated[int | None, Option("--tp of decode engines.", metavar="GPUS", default="as --tp")] = None
+    prefill_pp: Annotated[int | None, Option("--pp of prefill engines.", metavar="STAGES", default="as --pp")] = None
+    decode_pp: Annotated[int | None, Option("--pp of decode engines.", metavar="STAGES", default="as --pp")] = None
     router: Annotated[RouterPolicy, Option("Policy that assigns requests to engines: docs/routing.md.")] = (
         USUAL_ROUTER.policy
     )
@@ -407,7 +410,11 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             if name not in ("vllm", "sglang"):
                 raise ConfigError(f"`metrics_compat` must be vllm or sglang, got `{name}`")
         check_tiers(self, RankOptions())
-        check_layout(self, self.set, sorted({self.tp_of(engine) for engine in range(self.engines)}))
+        tps = sorted({self.tp_of(engine) for engine in range(self.engines)})
+        for pp in sorted({self.pp_of(engine) for engine in range(self.engines)}):
+            of_engine = copy(self)  # without another `__post_init__`
+            msgspec.structs.force_setattr(of_engine, "pp", pp)
+            check_layout(of_engine, self.set, tps)
         known = [one.name for one in msgspec.structs.fields(SchedConfig)]
         for name, value in self.set.items():
             refuse_in_runtime(name)
@@ -455,7 +462,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 if getattr(self, name) != defaults[name]:
                     raise ConfigError(f"`{name}` is for an emulated engine\nhint: drop it, or give emulate")
         else:
-            for name in OF_A_MODEL:
+            for name in (*OF_A_MODEL, "prefill_pp", "decode_pp"):
                 if getattr(self, name) != defaults[name]:
                     raise ConfigError(f"`{name}` is for a model, and an emulated engine has none\nhint: drop it")
             if self.profile_dir is not None:
@@ -475,28 +482,31 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def engines(self) -> int:
-        """Number of engines. Prefill engines have the first numbers, then come decode engines.
+        """Number of engine processes. Prefill engines have the first numbers, then come decode engines.
 
-        Each data-parallel rank is an engine.
+        Each data-parallel rank has one; those of one engine have consecutive numbers.
         """
-        if self.hands_over:
-            return self.prefill_engines + self.decode_engines
-        return self.dp if self.attention_dp == 1 else self.attention_dp
+        return (self.prefill_engines + self.decode_engines if self.hands_over else self.dp) * self.attention_dp
 
     def role_of(self, engine: int) -> str:
         """Return the role of an engine: mixed, prefill or decode."""
         if not self.hands_over:
             return "mixed"
-        return "prefill" if engine < self.prefill_engines else "decode"
+        return "prefill" if engine // self.attention_dp < self.prefill_engines else "decode"
 
     def tp_of(self, engine: int) -> int:
         """Return the GPUs of each pipeline stage of an engine."""
         own = {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(self.role_of(engine))
         return self.tp if own is None else own
 
+    def pp_of(self, engine: int) -> int:
+        """Return the pipeline stages of an engine."""
+        own = {"prefill": self.prefill_pp, "decode": self.decode_pp}.get(self.role_of(engine))
+        return self.pp if own is None else own
+
     def gpus_of(self, engine: int) -> int:
         """Return the GPUs of an engine, of all its stages; of a data-parallel rank, its own."""
-        return self.tp_of(engine) * self.pp // self.attention_dp
+        return self.tp_of(engine) * self.pp_of(engine) // self.attention_dp
 
     def _check_roles(self) -> None:
         """Raise ConfigError for options of prefill and decode engines that contradict others."""
@@ -514,25 +524,25 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 f"`role` is {role}, but the roles of a server's engines follow from their numbers\n"
                 "hint: --prefill-engines 1 --decode-engines 1"
             )
-        for name in ("prefill_tp", "decode_tp"):
+        for name in ("prefill_tp", "decode_tp", "prefill_pp", "decode_pp"):
             value = getattr(self, name)
-            if value is not None and not (self.hands_over and 1 <= value <= AT_MOST["tp"]):
+            if value is not None and not (self.hands_over and 1 <= value <= AT_MOST[name.partition("_")[2]]):
                 raise ConfigError(
                     f"`{name}` is {value}; it must be at least 1, and is for prefill and decode engines\n"
                     "hint: --prefill-engines 1 --decode-engines 1"
                 )
         if self.attention_dp > 1:
-            for name, unset in (("dp", 1), ("prefill_engines", 0), ("admission", None), ("calibration", None)):
+            for name, unset in (("dp", 1), ("admission", None), ("calibration", None)):
                 if (given := getattr(self, name)) != unset:
                     raise ConfigError(
                         f"`{name}` is {given}, but `attention_dp` is {self.attention_dp}: a server has one engine of "
-                        "data-parallel ranks, without that\nhint: drop one of the two"
+                        "data-parallel ranks, or one for each role, without that\nhint: drop one of the two"
                     )
-        if self.pp > 1 and self.hands_over and {self.prefill_tp or self.tp, self.decode_tp or self.tp} != {self.tp}:
-            raise ConfigError(
-                f"`pp` is {self.pp}, and prefill and decode engines have different `tp`: engines with pipeline stages "
-                "hand over to engines that are split alike\nhint: give tp alone"
-            )
+            if self.hands_over and {self.prefill_tp or self.tp, self.decode_tp or self.tp} != {self.tp}:
+                raise ConfigError(
+                    f"`attention_dp` is {self.attention_dp}, and prefill and decode engines have different `tp`: all "
+                    "engines of a server have the same data-parallel ranks\nhint: give tp alone"
+                )
         if self.emulate is None and self.hands_over and self.swa_full_tokens_ratio is not None:
             raise ConfigError(
                 f"`swa_full_tokens_ratio` is {self.swa_full_tokens_ratio}, but prefill and decode engines do not hand "

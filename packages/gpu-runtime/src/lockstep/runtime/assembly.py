@@ -81,7 +81,7 @@ from lockstep.runtime.tables import DeviceTables, check_page_table
 from lockstep.runtime.tiers.identity import Identity, random_weights_digest, weights_digest
 from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.tiers.page_parts import parts_of
-from lockstep.runtime.transfer.rank import RankPages
+from lockstep.runtime.transfer.rank import RankPages, parts_in
 from lockstep.runtime.transfer.transports import check_transport
 from lockstep.runtime.two_batch import InHalves, check_two_batch
 
@@ -391,14 +391,15 @@ def make_transfers(
             f"`role` is {config.role}, and this model has sliding windows or states in pools of their own, which this "
             "runtime does not hand over yet\nhint: leave out swa_full_tokens_ratio"
         )
-    computed = (type(model).__name__, str(model.dtype), model.kv_scales, settings.numerics, executor.attention.name)
+    computed = (type(model).__name__, str(model.dtype), settings.numerics, executor.attention.name)
     pages = parts_of(executor.attention.pool, executor.drafter, executor.canary)
     return RankPages(
         pages,
         config.page_size,
         place=RankPlace(0) if ranks is None else ranks.place,
         kv_heads=model.settings.kv_heads,
-        model=" ".join(map(str, computed)),
+        model=" ".join(computed),
+        parts=parts_in(pages, model.first_layer, model.kv_scales),
         transport=settings.transfer_transport,
         checksums=settings.transfer_checksums or settings.debug,
     )

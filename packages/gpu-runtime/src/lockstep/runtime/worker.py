@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,6 +89,7 @@ from lockstep.runtime.rank_wire import (
     StopWorker,
     Switch,
     ToWorker,
+    TransferOrder,
     WorkerSetup,
     drawn_digest,
     in_turn,
@@ -103,6 +105,8 @@ T = TypeVar("T")
 
 PARENT_S = 1.0  # interval of checks for the parent process
 FAILED = 1
+OF_OTHER_THREADS = TransferOrder | CloseTransfers | AdapterUpdate
+"""Orders that threads of links and adapters send, also between a plan and its mask."""
 REMOVALS_MAX = 10  # of a folder: a store that is being closed by another thread makes its file again
 
 
@@ -113,19 +117,36 @@ class Orders:
         self.channel = channel
         self.folder: Path | None = None  # of all ranks; a worker removes it when rank 0 has ended
         self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._kept: deque[Any] = deque()  # orders that came before a mask
         threading.Thread(target=self._receive, name="orders", daemon=True).start()
         threading.Thread(target=self._watch, args=(os.getppid(),), name="parent", daemon=True).start()
 
     def next(self) -> Any:
         """Return the next message."""
+        return self._kept.popleft() if self._kept else self._received()
+
+    def expect(self, kind: type[T]) -> T:
+        """Return the next message, which must be of this kind."""
+        return self._checked(self.next(), kind)
+
+    def mask(self) -> Mask:
+        """Return the next mask.
+
+        It is sent by the thread of the plans. Orders that other threads of rank 0 sent before it are kept for `next`.
+        """
+        while isinstance(message := self._received(), OF_OTHER_THREADS):
+            self._kept.append(message)
+        return self._checked(message, Mask)
+
+    def _received(self) -> Any:
+        """Return the next message from the channel, or raise what ends this rank."""
         message = self._inbox.get()
         if isinstance(message, Exception):
             raise message
         return message
 
-    def expect(self, kind: type[T]) -> T:
-        """Return the next message, which must be of this kind."""
-        message = self.next()
+    @staticmethod
+    def _checked(message: Any, kind: type[T]) -> T:
         if not isinstance(message, kind):
             raise RankLost(f"rank 0 sent {type(message).__name__} where {kind.__name__} was due")
         return message
@@ -172,7 +193,7 @@ class SentMasks:
 
     def allowed(self, rows: Int32s) -> Int32s | None:
         """Return rank 0's mask for the same rows."""
-        mask = self._orders.expect(Mask)
+        mask = self._orders.mask()
         if mask.rows != len(rows):
             raise RankLost(f"rank 0 sent a mask of {mask.rows} rows for {len(rows)}")
         if mask.words is None:

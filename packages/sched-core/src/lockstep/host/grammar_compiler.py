@@ -271,7 +271,7 @@ class _Trial:
     def _send(self, message: bytes) -> None:
         stream = self._process.stdin
         assert stream is not None
-        with contextlib.suppress(OSError):  # the process has ended, which `_receive` reports
+        with contextlib.suppress(OSError, ValueError):  # the process has ended, which `_receive` reports
             write_message(stream, message)
 
     def _receive(self, seconds: float) -> str | None:

@@ -215,8 +215,3 @@ def _check_ranks(given: Layout, sched: Mapping[str, Any]) -> None:
                 f"`{name}` is {value}, but `attention_dp` is {ranks}: MLPs compute the rows of all ranks, and adapters "
                 "are of the requests of one\nhint: drop one of the two"
             )
-    if sched.get("role", "mixed") != "mixed":
-        raise ConfigError(
-            f"`role` is {sched['role']}, but `attention_dp` is {ranks}: data-parallel ranks do not hand requests over "
-            "yet\nhint: drop one of the two"
-        )

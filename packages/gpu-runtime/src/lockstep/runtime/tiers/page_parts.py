@@ -25,6 +25,11 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """Types in which bytes are copied, the widest first."""
 
 
+def words_of(size: int) -> torch.dtype:
+    """Return the widest type of which `size` bytes are a whole number."""
+    return next(one for one in WORDS if size % one.itemsize == 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """The bytes of one tensor in every page.
@@ -43,8 +48,7 @@ class Part:
     @property
     def words(self) -> torch.dtype:
         """The widest type in which the part can be copied."""
-        divides = gcd(self.offset, self.size)
-        return next(one for one in WORDS if divides % one.itemsize == 0)
+        return words_of(gcd(self.offset, self.size))
 
     def on_device(self) -> Tensor:
         """Return the part of all pages of the device, [pages, words]."""

@@ -58,7 +58,7 @@ class EngineTransport:
             number, lambda ticket: OpenStaging(ticket, number), lambda: self._own.open_staging(number)
         )
         places = tuple(one.place for one in answers if one.place is not None)
-        return SlotSender(self, number, places, self._own.pages_per_slot)
+        return SlotSender(self, number, places, min(one.slot_bytes // one.page_bytes for one in places))
 
     def receiver(self, layout: PageLayout, places: tuple[StagingPlace, ...]) -> SlotReceiver:
         """See `KvTransport.receiver`."""

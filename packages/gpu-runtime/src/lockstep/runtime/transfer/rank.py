@@ -10,9 +10,12 @@ In a slot the pages of a part lie side by side, so each part is copied once, by 
 
 from __future__ import annotations
 
+import re
 import zlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 import msgspec
@@ -20,13 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.core.contract.errors import ConfigError
 from lockstep.host.engine_options import TransferTransport
 from lockstep.host.handover.kv import Fetch, Int32s
 from lockstep.host.handover.wire import LayoutPart, PageLayout, StagingPlace
 from lockstep.runtime.stages import RankPlace
-from lockstep.runtime.tiers.page_parts import WORDS, PageParts
-from lockstep.runtime.transfer.slices import Source, sources_of
+from lockstep.runtime.tiers.page_parts import WORDS, PageParts, words_of
+from lockstep.runtime.transfer.slices import PartCopy, sources_of
 from lockstep.runtime.transfer.transports import (
     SLOT_BYTES,
     SLOTS,
@@ -38,14 +40,16 @@ from lockstep.runtime.transfer.transports import (
 )
 
 BY_SIZE = {one.itemsize: one for one in WORDS}
+OF_LAYER = re.compile(r"model (keys|values) ([0-9]+)")
+"""Names of parts that `parts_of` gives to the KV of the model, by the number of the layer in this rank's pool."""
 
 
 @dataclass(slots=True)
 class _Opened:
     """The readers of one sender's ranks, and what this rank copies from each."""
 
-    layout: PageLayout
-    sources: list[Source]
+    places: tuple[StagingPlace, ...]
+    sources: dict[int, list[PartCopy]]
     readers: dict[int, Reader] = field(default_factory=dict)
 
 
@@ -56,6 +60,7 @@ class RankPages:
         model: describes what the bytes of KV depend on; equal on engines that hand over to each other.
         place: of this rank in its engine.
         kv_heads: of the whole model.
+        parts: of a page, with their names for other engines; None: the pages have all layers, and KV without scales.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class RankPages:
         place: RankPlace,
         kv_heads: int,
         model: str,
+        parts: tuple[LayoutPart, ...] | None = None,
         transport: TransferTransport = "shm",
         checksums: bool = False,
     ) -> None:
@@ -74,9 +80,8 @@ class RankPages:
         self._device = pages.device
         self._stagings: dict[int, Staging] = {}
         self._senders: dict[int, _Opened] = {}
-        self.layout = PageLayout(model, page_size, pages.size, place.ranks, kv_heads, parts_in(pages))
-        if place.pp > 1:
-            self.layout = msgspec.structs.replace(self.layout, model=f"{model}, {place.pp} stages")
+        named = parts_in(pages) if parts is None else parts
+        self.layout = PageLayout(model, page_size, pages.size, place.tp, kv_heads, named)
         self._stream: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self.pages_per_slot = max(1, SLOT_BYTES // pages.size)
 
@@ -84,7 +89,7 @@ class RankPages:
         """Allocate staging memory under a number, and return its place. Raises ConfigError."""
         size = self.pages_per_slot * self.layout.page_bytes
         staging = self._stagings[number] = make_staging(self._transport, SLOTS, size, self._device)
-        return staging.place
+        return msgspec.structs.replace(staging.place, page_bytes=self.layout.page_bytes, parts=self.layout.parts)
 
     def stage(self, number: int, slot: int, pages: Int32s) -> int:
         """Copy pages into a slot, and wait for it. Returns the checksum of the bytes; 0 without checksums."""
@@ -104,57 +109,38 @@ class RankPages:
 
     def open_sender(self, number: int, layout: PageLayout, places: tuple[StagingPlace, ...]) -> None:
         """Prepare to read a prefill engine under a number. Raises ConfigError."""
-        if self._place.pp > 1:
-            layout = self._of_stage(layout)
-        opened = _Opened(layout, sources_of(layout, self.layout, self._place.rank))
-        for source in opened.sources:
-            opened.readers[source.rank] = open_reader(places[source.rank], self._device)
-        self._senders[number] = opened
-
-    def _of_stage(self, layout: PageLayout) -> PageLayout:
-        """Return the layout of the rank of the sender that has this rank's layers. `layout` is that of its rank 0.
-
-        Raises: ConfigError if the engines are not split alike.
-        """
-        for name in ("model", "page_size", "kv_heads", "ranks"):
-            there, here = getattr(layout, name), getattr(self.layout, name)
-            if there != here:
-                raise ConfigError(
-                    f"the prefill engine has `{name}` {there}, the decode engine {here}: engines with pipeline stages "
-                    "hand over to engines that are split alike"
-                )
-        return self.layout
+        sources = sources_of(layout, places, self.layout, self._place.column, all_layers=self._place.pp == 1)
+        opened = self._senders[number] = _Opened(places, sources)
+        for rank in sources:
+            opened.readers[rank] = open_reader(places[rank], self._device)
 
     def fetch(self, number: int, order: Fetch) -> None:
         """Copy a slot into pages, and wait for it. Raises TransferFailed."""
         opened = self._senders[number]
-        layout = opened.layout
-        for source in opened.sources:
-            size = order.pages * layout.page_bytes
-            got = opened.readers[source.rank].read(order.slot, size)
-            if order.checksums and crc(got) != order.checksums[source.rank]:
-                raise TransferFailed(f"the bytes of rank {source.rank} have another checksum than those that were sent")
+        for rank, copies in opened.sources.items():
+            got = opened.readers[rank].read(order.slot, order.pages * opened.places[rank].page_bytes)
+            if order.checksums and crc(got) != order.checksums[rank]:
+                raise TransferFailed(f"the bytes of rank {rank} have another checksum than those that were sent")
             with self._copying(), torch.inference_mode():
                 given = got if self._stream is None else got.to(self._device, non_blocking=True)
-                self._scatter(given, order, layout, source)
+                self._scatter(given, order, copies)
                 self._wait()
 
-    def _scatter(self, given: Tensor, order: Fetch, layout: PageLayout, source: Source) -> None:
-        """Copy the bytes of a slot, or some heads of them, into pages of this rank."""
+    def _scatter(self, given: Tensor, order: Fetch, copies: list[PartCopy]) -> None:
+        """Copy parts of the bytes of a slot, or some heads of them, into pages of this rank."""
         at = self._index(order.into)
-        for theirs, ours in zip(layout.parts, self._pages.parts, strict=True):
+        for copy in copies:
+            theirs, tensor = copy.theirs, self._pages.parts[copy.number].tensor
             whole = given[theirs.offset * order.pages :][: theirs.size * order.pages].view(order.pages, -1)
             some = whole[order.first :]
-            if source.whole:
-                ours.on_device().index_copy_(0, at, some.view(ours.words))
-            elif theirs.heads:
-                tensor = ours.tensor
+            if copy.heads:
                 words = BY_SIZE[tensor.element_size()]
-                by_head = some.view(words).unflatten(1, (layout.page_size, theirs.heads, -1))
-                heads = by_head[:, :, source.first : source.first + source.heads]
-                tensor.view(words)[:, :, source.into : source.into + source.heads].index_copy_(0, at, heads)
-            elif source.shared:
-                ours.on_device().index_copy_(0, at, some.view(ours.words))
+                by_head = some.view(words).unflatten(1, (self.layout.page_size, theirs.heads, -1))
+                heads = by_head[:, :, copy.first : copy.first + copy.heads]
+                tensor.view(words)[:, :, copy.into : copy.into + copy.heads].index_copy_(0, at, heads)
+            else:
+                words = words_of(gcd(theirs.offset, theirs.size))
+                tensor.flatten(1).view(torch.uint8).view(words).index_copy_(0, at, some.view(words))
 
     def close(self, number: int) -> None:
         """Release what a number stands for."""
@@ -180,12 +166,25 @@ class RankPages:
         return torch.from_numpy(pages.astype(np.int64)).to(self._device)
 
 
-def parts_in(pages: PageParts) -> tuple[LayoutPart, ...]:
-    """Return the parts of a page as a layout contains them. Tensors of KV are [pages, page size, heads, head size]."""
+def parts_in(
+    pages: PageParts, first_layer: int = 0, scales: Sequence[tuple[float, float]] | None = None
+) -> tuple[LayoutPart, ...]:
+    """Return the parts of a page as a layout contains them. Tensors of KV are [pages, page size, heads, head size].
+
+    Args:
+        first_layer: number in the model of the first layer that the pages have.
+        scales: of keys and values that are stored in fp8, by layer of the pages; None: KV is stored as it is.
+    """
     found = []
     for one in pages.parts:
         heads = one.tensor.shape[2] if one.tensor.dim() == 4 else 0
-        found.append(LayoutPart(one.name, str(one.tensor.dtype), one.offset, one.size, heads))
+        name, dtype = one.name, str(one.tensor.dtype)
+        if (of_layer := OF_LAYER.fullmatch(name)) is not None:
+            kind, layer = of_layer[1], int(of_layer[2])
+            name = f"model {kind} {first_layer + layer}"
+            if scales is not None:
+                dtype += f" x {scales[layer][kind == 'values']!r}"
+        found.append(LayoutPart(name, dtype, one.offset, one.size, heads))
     return tuple(found)
 
 

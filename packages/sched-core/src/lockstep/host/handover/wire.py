@@ -24,7 +24,7 @@ import msgspec
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import RequestArrived
 
-PROTOCOL = 1
+PROTOCOL = 2
 FRAME_BYTES_MAX = 1 << 30  # longer frames are refused
 LENGTH = struct.Struct("<I")
 
@@ -38,7 +38,13 @@ class LinkMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid
 
 
 class LayoutPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The bytes of one tensor in every page. `heads`: KV heads of this rank; 0: the part is the same on every rank."""
+    """The bytes of one tensor in every page of one rank.
+
+    Args:
+        name: equal on all ranks that have the part, or other heads of it: layers have their numbers in the model.
+        dtype: the number type; of KV that is stored with a scale, also the scale.
+        heads: KV heads of this rank; 0: the part is the same on every rank.
+    """
 
     name: str
     dtype: str
@@ -53,10 +59,10 @@ class PageLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     Args:
         model: names the architecture, the number type, and all else that the bytes of KV depend on.
         page_size: tokens of a page.
-        page_bytes: of a page on one rank.
-        ranks: tensor-parallel ranks.
+        page_bytes: of a page on one rank, the first if others do not have the same layers.
+        ranks: tensor-parallel ranks, of each stage.
         kv_heads: of the whole model. With more ranks than heads, neighbouring ranks have the same head.
-        parts: of a page on one rank, in order.
+        parts: of a page on that rank, in order.
     """
 
     model: str
@@ -75,12 +81,16 @@ class StagingPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         address: in the terms of the transport.
         slots: of equal size.
         slot_bytes: of one slot.
+        page_bytes: of a page on that rank.
+        parts: of a page on that rank, in order.
     """
 
     transport: str
     address: str
     slots: int
     slot_bytes: int
+    page_bytes: int = 0
+    parts: tuple[LayoutPart, ...] = ()
 
 
 # ------------------------------------------------------------------------------------------- from the decode engine

@@ -102,8 +102,9 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ...]:
     if split is not None and split.names_tp:
         layout.pop("tp", None)
     flags: list[str] = []
-    alone = split is None and candidate.best.replicas == 1
-    if base.rank_schedulers and alone and base.attention_dp == base.tp and base.pp == 1:
+    alike = {None} if split is None else {side.tp for side in split.sides.values()}
+    alone = candidate.best.replicas == 1 or split is not None  # engines of ranks are not replicated on a server
+    if base.rank_schedulers and alone and alike == {None} and base.attention_dp == base.tp and base.pp == 1:
         layout["attention_dp"], flags = base.attention_dp, ["--rank-schedulers"]
         if not settings.get("prefill_delayer"):
             settings = {name: value for name, value in settings.items() if name not in OF_DELAYER}
@@ -187,9 +188,6 @@ def _engines_of(candidate: Candidate) -> tuple[list[str], list[str]]:
                 words += [f"--{role}-tp", str(group.tp)]
             if group.count > SERVED_ENGINES_MAX:
                 lacks.append(f"more than {SERVED_ENGINES_MAX} {role} engines")
-        sides = split.sides.values()
-        if trial.base.pp > 1 and len({trial.base.tp if side.tp is None else side.tp for side in sides}) > 1:
-            lacks.append("prefill and decode engines with pipeline stages and different tp")
     elif best.replicas > 1:
         words += ["--dp", str(best.replicas)]
         if best.replicas > SERVED_ENGINES_MAX:
