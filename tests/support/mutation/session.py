@@ -36,6 +36,7 @@ LINES_OF_FILE = """
     where path = ?
 """  # the schema is documented: https://coverage.readthedocs.io/en/latest/dbschema.html
 FURTHER = "further check"  # the name of `Mutating.further` as what found a mutant
+TEST_S_MAX = 20.0  # tests that take longer are left out
 CPU_MIN_S, SLOWER = 5.0, 4.0  # a child may use this much, and this many times what its tests need
 WAITING_MIN_S, WAITING = 60.0, 20.0  # the same of elapsed time, on a busy machine
 BUILT, UNBUILT, FAILED = 0, 3, 1  # exit statuses of a child
