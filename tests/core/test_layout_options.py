@@ -70,7 +70,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({**RANKS, "cuda_graphs": "on"}, {}, "`cuda_graphs` is on, but `attention_dp` is 2"),
     ({**RANKS, "cuda_graphs": "eager"}, {}, "`cuda_graphs` is eager, but `attention_dp` is 2"),
     (RANKS, {"max_loras": 1}, "`max_loras` is 1, but `attention_dp` is 2"),
-    (RANKS, {"role": "decode"}, "`role` is decode, but `attention_dp` is 2"),
 ]
 
 

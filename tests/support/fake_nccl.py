@@ -45,6 +45,7 @@ class NcclByGloo:
         self.aborted = self.numbered = False
         self.device: torch.device | None = None  # of this rank, once it is connected
         self._gloo = dist.ProcessGroupGloo(store, rank, size, gloo)
+        self._under_way: list[Any] = []  # kept to the end, because gloo cancels a send that nothing refers to
         self.ends.append(self)
 
     def _set_sequence_number_for_group(self) -> None:
@@ -120,7 +121,9 @@ class NcclByGloo:
         self._check()
         memory = self._memory(tensors)
         with torch._C._DisableTorchDispatch():
-            return getattr(self._gloo, name)(memory, other, tag)
+            work = getattr(self._gloo, name)(memory, other, tag)
+        self._under_way.append(work)
+        return work
 
 
 class _Done:
