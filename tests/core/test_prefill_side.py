@@ -107,6 +107,12 @@ class PrefillBench:
             StartTransfer(request, room, "", "send", np.array(pages, np.int32), first, batch, last, stop_tokens=stop)
         )
 
+    def accepted(self, link: Any, adapter_version: int = 0) -> None:
+        """Request 0 arrives for room 5, batch 0 starts its only part, page 10, and the decode engine accepts it."""
+        self.prefill(link, 5)
+        self.start(0, 5, 0, [10], 0, last=True)
+        self.hear(link, Accept(5, 0, adapter_version))
+
     def collect(self, batch: int, request: int, error: str = "") -> None:
         """A batch that samples token 41 of a request has its result."""
         row = np.zeros(1, np.int32)
@@ -189,9 +195,7 @@ def test_a_cancelled_room_sends_nothing_more_and_ends_with_its_outcome() -> None
 def test_a_copy_of_a_stopped_room_gives_its_slot_back() -> None:
     bench = PrefillBench()
     link = bench.link(1)
-    bench.prefill(link, 5)
-    bench.start(0, 5, 0, [10], 0, last=True)
-    bench.hear(link, Accept(5, 0, 0))
+    bench.accepted(link)
     bench.collect(0, 0)
     bench.hear(link, Outcome(5, "failed"))
     assert not bench.facts[1:]  # a copy reads its pages
@@ -204,9 +208,7 @@ def test_a_copy_of_a_stopped_room_gives_its_slot_back() -> None:
 def test_a_batch_that_failed_releases_nothing() -> None:
     bench = PrefillBench()
     link = bench.link(1)
-    bench.prefill(link, 5)
-    bench.start(0, 5, 0, [10], 0, last=True)
-    bench.hear(link, Accept(5, 0, 0))
+    bench.accepted(link)
     bench.collect(0, 0, error="the model failed")
     assert link.sent == [Offered(5)]
     assert not bench.senders[0].copies
@@ -215,9 +217,7 @@ def test_a_batch_that_failed_releases_nothing() -> None:
 def test_other_versions_of_an_adapter_stop_the_transfer() -> None:
     bench = PrefillBench()
     link = bench.link(1)
-    bench.prefill(link, 5)
-    bench.start(0, 5, 0, [10], 0, last=True)
-    bench.hear(link, Accept(5, 0, 3))
+    bench.accepted(link, adapter_version=3)
     bench.collect(0, 0)
     assert link.sent[1:] == [Stop(5, "the engines have different versions of the adapter")]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,14 +14,14 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
-from lockstep.runtime import LLM, Params, attention, profiler, triton_trial  # noqa: E402
+from lockstep.runtime import LLM, Params, profiler, triton_trial  # noqa: E402
 from lockstep.runtime.draft_tree import part_of, right_paths, shape_of  # noqa: E402
 from lockstep.runtime.drafting import places_of  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from lockstep.runtime.quantized import activations  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
 from tests.support.fake_cuda import DEVICE, FakeCuda  # noqa: E402
-from tests.support.flashinfer_wrappers import Wrapper, flashinfer_module  # noqa: E402
+from tests.support.flashinfer_wrappers import NO_COMPILER, flashinfer_alone  # noqa: E402
 from tests.support.heads import saved_with_mtp  # noqa: E402
 from tests.support.model_engines import EXPERTS  # noqa: E402
 from tests.support.quantize import write  # noqa: E402
@@ -36,7 +35,6 @@ SIZES: dict[str, Any] = {
 GPU: dict[str, Any] = {**SIZES, "cuda_graph_max_batch": 2, "warm_up": False, "device": str(DEVICE)}
 PROMPTS = [[5, 6, 7, 8, 5, 6], [9, 10, 11]]
 FOUR = Params(max_new_tokens=4, ignore_eos=True)
-NO_COMPILER = "a small kernel could not be run: no compiler"
 
 
 @pytest.fixture
@@ -61,14 +59,7 @@ def served(gpu: FakeCuda, folder: Path, params: Params = FOUR, **options: Any) -
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """FlashInfer with a compiler, and no Triton: everything is computed by torch."""
-    module = flashinfer_module()
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(attention, "version", lambda name: "0.7.2")
-    monkeypatch.setattr(attention, "_has_compiler", lambda: True)
-    monkeypatch.setattr(triton_trial, "_tried", lambda index: NO_COMPILER)
-    monkeypatch.setattr(Wrapper, "pins", True)
-    return module
+    return flashinfer_alone(monkeypatch)
 
 
 @pytest.mark.parametrize(("numerics", "kv"), [("fast", "auto"), ("invariant", "fp8_e4m3")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +14,14 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
-from lockstep.runtime import LLM, Params, attention, triton_trial  # noqa: E402
+from lockstep.runtime import LLM, Params, triton_trial  # noqa: E402
 from lockstep.runtime.expert_moves import RankExpertMover  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
 from tests.support.fake_cuda import FakeCuda  # noqa: E402
 from tests.support.fake_nccl import nccl_by_gloo  # noqa: E402
 from tests.support.fake_nixl import nixl_in_process  # noqa: E402
-from tests.support.flashinfer_wrappers import Wrapper, flashinfer_module  # noqa: E402
+from tests.support.flashinfer_wrappers import flashinfer_alone  # noqa: E402
 from tests.support.model_engines import DENSE, EXPERTS, HALVES, engines, ranks_of  # noqa: E402
 from tests.support.small_llm import write_weights  # noqa: E402
 from tests.support.thread_ranks import ranks_as_threads  # noqa: E402
@@ -54,14 +53,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """FlashInfer with a compiler, and no Triton: everything is computed by torch."""
-    module = flashinfer_module()
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(attention, "version", lambda name: "0.7.2")
-    monkeypatch.setattr(attention, "_has_compiler", lambda: True)
-    monkeypatch.setattr(triton_trial, "_tried", lambda index: "a small kernel could not be run: no compiler")
-    monkeypatch.setattr(Wrapper, "pins", True)
-    return module
+    return flashinfer_alone(monkeypatch)
 
 
 @pytest.fixture

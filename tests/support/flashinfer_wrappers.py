@@ -7,16 +7,20 @@ for CUDA graphs reads lengths and pages of a replay from its buffers, as the lib
 from __future__ import annotations
 
 import json
+import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
+from lockstep.runtime import attention, triton_trial
 from lockstep.runtime.attention.reference import attend
 from lockstep.runtime.attention.rules import LayerRules
 from tests.runtime import flashinfer_signatures
 
+NO_COMPILER = "a small kernel could not be run: no compiler"
 RELEASES: dict[str, Any] = json.loads(flashinfer_signatures.STORED.read_text())
 
 
@@ -121,4 +125,15 @@ def flashinfer_module() -> Any:
     module.__spec__ = ModuleSpec("flashinfer", None)
     module.BatchDecodeWithPagedKVCacheWrapper = Wrapper
     module.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (Wrapper,), {"decode": False})
+    return module
+
+
+def flashinfer_alone(patch: pytest.MonkeyPatch) -> ModuleType:
+    """Install the module, with a compiler and without Triton: everything is computed by torch. Returns it."""
+    module: ModuleType = flashinfer_module()
+    patch.setitem(sys.modules, "flashinfer", module)
+    patch.setattr(attention, "version", lambda name: "0.7.2")
+    patch.setattr(attention, "_has_compiler", lambda: True)
+    patch.setattr(triton_trial, "_tried", lambda index: NO_COMPILER)
+    patch.setattr(Wrapper, "pins", True)
     return module
