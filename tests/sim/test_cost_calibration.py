@@ -7,7 +7,7 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -37,6 +37,7 @@ from lockstep.sim.cost import (
     extend_shape,
     roofline_model,
 )
+from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.calibration import (
     FEATURES,
     LOWER_BOUND,
@@ -50,6 +51,7 @@ from lockstep.sim.cost.calibration import (
 )
 from lockstep.sim.cost.fit import fit_weights, nonnegative_least_squares, relative_shift
 from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.results.batch_times import of_journal
 from tests.support.shapes import shapes
 
@@ -224,6 +226,37 @@ def test_a_batch_is_the_weighted_sum_of_its_parts(
         assert sum(cost.terms_us(shape).values()) == pytest.approx(expected, rel=1e-9)
     else:
         assert cost.batch_us(shape).mean_us == 0.0
+
+
+@pytest.mark.parametrize("cpu", ["separate", "included"])
+@pytest.mark.parametrize("pp", [2, 3])
+@given(shape=shapes(extends_max=3, decodes_max=300, context_tokens_max=50_000))
+def test_stages_share_a_correction_out(cpu: Literal["separate", "included"], pp: int, shape: BatchShape) -> None:
+    """All stages together add what the correction adds; the CPU time of a scheduler is that of the first stage."""
+    base = base_cost_model(load_model("qwen3-8b"), load_gpu("h200"), Parallelism(tp=2, pp=pp))
+    added = Correction(step_us=400.0, row_us=30.0, collective_us=5.0, prompt_us=50.0, kv_token_us=0.01)
+    cost = calibration(correction=added, cpu=cpu).cost_model(base)
+    assert isinstance(base, PipelineModel)
+    assert isinstance(cost, PipelineModel)
+    if not shape.extend_tokens + shape.decode_rows:
+        return
+    expected = 400.0 + 5.0 * base.collectives + sum(added.of_rows_us(shape).values())
+    assert sum(cost.stage_us(shape)) - sum(base.stage_us(shape)) == pytest.approx(expected, rel=1e-6, abs=1e-3)
+    terms, stages = cost.terms_us(shape), [stage.terms_us(shape) for stage in cost.stages]
+    assert sum(terms.values()) == pytest.approx(cost.batch_us(shape).mean_us, rel=1e-9)
+    assert terms["step_us"] == pytest.approx(400.0)
+    shares = [stage.model.layers / base.model.layers for stage in base.stages]
+    steps = [1.0] + [0.0] * (pp - 1) if cpu == "included" else shares
+    assert [stage.get("step_us", 0.0) for stage in stages] == pytest.approx([400.0 * share for share in steps])
+
+
+def test_a_factor_scales_the_sends_between_stages_too() -> None:
+    base = base_cost_model(load_model("qwen3-8b"), load_gpu("h200"), Parallelism(tp=2, pp=2))
+    shape = decode_shape(8, 900)
+    doubled = calibration(correction=Correction(kernels=2.0, collectives=2.0)).cost_model(base, 1.5)
+    assert isinstance(doubled, PipelineModel)
+    assert doubled.stage_us(shape) == pytest.approx([3.0 * us for us in base.stage_us(shape)])
+    assert doubled.send_us(8) == pytest.approx(1.5 * base.send_us(8))
 
 
 def test_no_correction_is_the_base_itself() -> None:

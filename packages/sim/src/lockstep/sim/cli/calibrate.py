@@ -16,7 +16,6 @@ from lockstep.sim.cli.calibration_file import FILE, CalibrationFile, StoredTypes
 from lockstep.sim.cli.errors import reading, refusals
 
 if TYPE_CHECKING:
-    from lockstep.core.contract.config import SchedConfig
     from lockstep.sim.calibrate.calibrate import HeldOut
     from lockstep.sim.calibrate.engine_run import Twin
 
@@ -176,6 +175,7 @@ def journal(run: Path, **options: Any) -> None:
         from lockstep.sim.cost.calibration import CalibrationSource
         from lockstep.sim.results.batch_times import read_batch_times
         from lockstep.sim.scenario.scenario import Scenario
+        from lockstep.sim.scenario.settings import unusual_settings
 
         date = target.check()
         if run.is_file():
@@ -233,22 +233,9 @@ def journal(run: Path, **options: Any) -> None:
                 workload=str(run),
                 calibration=str(target.out),
                 profile=profile,
-                settings=_unusual(recorded.config, profile),
+                settings=unusual_settings(recorded.config, profile),
             )
             click.echo(f"simulate: {scenario.command()}")
-
-
-def _unusual(config: SchedConfig, profile: str) -> dict[str, Any]:
-    """Return the settings of an engine that its profile does not have, as far as they are options of `simulate`."""
-    from lockstep.core.contract.profiles import profile_settings
-    from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS
-
-    usual = type(config)(**profile_settings(profile))
-    return {
-        name: value
-        for name, _, _ in SCHEDULER_OPTIONS
-        if (value := getattr(config, name)) != getattr(usual, name) and isinstance(value, bool | int | float | str)
-    }
 
 
 def _print_twin(twin: Twin, where: str) -> None:

@@ -29,7 +29,7 @@ from lockstep.sim.cost.errors import CalibrationError
 from lockstep.sim.cost.model import BatchShape, ContextBends, CostModel, Duration
 from lockstep.sim.cost.multiplexing import MultiplexedModel
 from lockstep.sim.cost.parallel import USUAL, Parallelism
-from lockstep.sim.cost.stages import PipelineModel
+from lockstep.sim.cost.stages import PipelineModel, StageModel
 from lockstep.sim.cost.terms import ATTENTION_PREFILL, LAUNCH, new_tokens
 from lockstep.sim.cost.two_batch import TwoBatchModel
 
@@ -156,6 +156,17 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Return a weight by name; 0 if it is unset."""
         value: float | msgspec.UnsetType = getattr(self, name)
         return 0.0 if value is msgspec.UNSET else value
+
+    def of_stage(self, share: float, step_share: float) -> Correction:
+        """Return the part of the correction that a pipeline stage has; the times of all stages sum to the correction.
+
+        `prompt_us` remains whole, because only the last stage completes prompts.
+        Args:
+            share: of the model's layers that the stage has.
+            step_share: of `step_us`: `share`, or all of it on one stage if it is the CPU time of a scheduler.
+        """
+        parts = {name: share * self.weight(name) for name in ("row_us", "kv_token_us")}
+        return msgspec.structs.replace(self, step_us=step_share * self.step_us, **parts)
 
     @property
     def is_identity(self) -> bool:
@@ -326,8 +337,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def cost_model(self, base: CostModel, factor: float = 1.0) -> CostModel:
         """Return `base` with the correction applied and every time multiplied by `factor`, such as one of `factors`.
 
-        Raises: CalibrationError if `base` is of another kind than the calibrated model or reports no collectives, or
-            if it has several stages and there is a correction: stages can only be scaled by `factor`.
+        Each stage of a pipeline has its part of the correction: `Correction.of_stage`.
+        Raises: CalibrationError if `base` is of another kind than the calibrated model or reports no collectives.
         """
         if not 0.0 < factor < math.inf:
             raise CalibrationError(f"`factor` must be above 0 and finite, got `{factor}`")
@@ -340,10 +351,19 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if isinstance(base, PipelineModel):
             if self.correction.is_identity and not self.spread:
                 return base.scaled(factor)
-            raise CalibrationError(
-                f"the calibration {self.title} corrects passes through one stage, got pp {base.split.pp}\n"
-                "hint: leave out --calibration, or --pp; what an engine adds to each stage was never measured"
-            )
+            layers = base.model.layers
+            return base.mapped(lambda stage, number: self._stage_model(stage, number, layers)).scaled(factor)
+        self._check_base(base)
+        return CalibratedModel(base, self, factor)
+
+    def _stage_model(self, stage: StageModel, number: int, layers: int) -> CalibratedStage:
+        """Return a stage of a model of `layers` layers, corrected by its part."""
+        self._check_base(stage)
+        share = stage.model.layers / layers
+        step_share = float(number == 0) if self.cpu == "included" else share
+        return CalibratedStage(stage, self, self.correction.of_stage(share, step_share))
+
+    def _check_base(self, base: CostModel) -> None:
         kind = str(base.describe()["kind"])
         if self.engine != "none" and kind != self.base:
             raise CalibrationError(
@@ -352,7 +372,6 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
         if not hasattr(base, "collectives_us") or not hasattr(base, "collectives"):
             raise CalibrationError(f"the cost model `{kind}` has no `collectives_us`: see SplitCostModel")
-        return CalibratedModel(base, self, factor)
 
     def covers(self, case: Case) -> bool:
         """Return whether the coverage of intervals was counted on predictions like those of a simulation.
@@ -471,13 +490,17 @@ def _dtypes_text(weights_dtype: str, kv_dtype: str) -> str:
 class CalibratedModel:
     """A cost model with a correction. It adds one look-up to its base: values per number of tokens are cached."""
 
-    def __init__(self, base: Any, calibration: Calibration, factor: float = 1.0) -> None:
+    def __init__(
+        self, base: Any, calibration: Calibration, factor: float = 1.0, correction: Correction | None = None
+    ) -> None:
+        """Correct `base` by `correction`: that of the calibration, or the part of it that a pipeline stage has."""
         self.base: SplitCostModel = base
         self.calibration = calibration
         self.factor = factor
+        self.correction = calibration.correction if correction is None else correction
         self.collectives = self.base.collectives
         self.shards = int(getattr(base, "shards", 1))
-        c = calibration.correction
+        c = self.correction
         self._kernels = c.kernels * factor
         self._collectives = c.collectives * factor
         # With this, corrected times can fall below the launching time, although the base's times do not.
@@ -536,7 +559,7 @@ class CalibratedModel:
         tokens = new_tokens(shape)
         if not tokens:
             return {}
-        c = self.calibration.correction
+        c = self.correction
         terms = {name: self._kernels * us for name, us in self.base.terms_us(shape).items()}
         for name, us in self.base.collective_terms_us(tokens).items():
             terms[name] += (self._collectives - self._kernels) * us
@@ -559,7 +582,7 @@ class CalibratedModel:
 
     def collectives_us(self, tokens: int) -> float:
         """Return the corrected time of collectives, for a batch of `tokens` new tokens."""
-        waiting_us: float = self.calibration.correction.collective_us * self.factor * self.collectives
+        waiting_us: float = self.correction.collective_us * self.factor * self.collectives
         corrected_us: float = self._collectives * self.base.collectives_us(tokens)
         return corrected_us + waiting_us
 
@@ -572,6 +595,14 @@ class CalibratedModel:
             "spread": self.calibration.spread,
             "factor": self.factor,
         }
+
+
+class CalibratedStage(CalibratedModel):
+    """A pipeline stage with its part of a correction."""
+
+    def __init__(self, base: StageModel, calibration: Calibration, correction: Correction) -> None:
+        super().__init__(base, calibration, correction=correction)
+        self.model, self.lora = base.model, base.lora
 
 
 def batch_features(base: SplitCostModel, shape: BatchShape) -> tuple[float, float, float, float, float]:

@@ -328,12 +328,10 @@ class EngineCalibration(Calibration, frozen=True, forbid_unknown_fields=True, kw
         if self.costs == EngineCosts():
             with_engine: CostModel = base
         elif isinstance(base, PipelineModel):
-            stages = []
-            for number, stage in enumerate(base.stages):
-                first = number == 0  # one scheduler for all stages
-                costs = self.costs if first else msgspec.structs.replace(self.costs, step_us=0.0)
-                stages.append(EngineModel(stage, costs, self.title))
-            with_engine = PipelineModel(stages, base.split, base.model, base.gpu)  # type: ignore[arg-type]
+            later = msgspec.structs.replace(self.costs, step_us=0.0)  # one scheduler for all stages
+            with_engine = base.mapped(
+                lambda stage, number: EngineModel(stage, later if number else self.costs, self.title)  # type: ignore[arg-type]
+            )
         else:
             with_engine = EngineModel(base, self.costs, self.title)  # type: ignore[arg-type]
         return with_engine if factor == 1.0 else UNCALIBRATED.cost_model(with_engine, factor)

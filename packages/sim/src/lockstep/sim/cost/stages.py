@@ -12,9 +12,9 @@ lengthens the batch and does not occupy the stage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import structs
 
@@ -27,13 +27,13 @@ from lockstep.sim.cost.hardware import (
     network_of,
     scale_up_gpus,
 )
-from lockstep.sim.cost.model import BatchShape, Duration
+from lockstep.sim.cost.model import BatchShape, CostModel, Duration
 from lockstep.sim.cost.models import ACTIVATION_BYTES, WEIGHT_BYTES, ModelSpec, WeightsDtype, check_split
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.terms import new_tokens
 
 if TYPE_CHECKING:
-    from lockstep.sim.cost.tables import BaseModel
+    from lockstep.sim.cost.lora import LoraCost
 
 TAKEN_OVER = 1 / 16  # share of its layers that a stage takes over, at most, from a last stage that drafts
 SENT_TENSORS = 2  # the hidden states, and the residual to which they are added later
@@ -194,11 +194,38 @@ class StageLink:
         return us
 
 
+class StageModel(CostModel, Protocol):
+    """The cost model of a stage: a model of one GPU group, for some of the layers."""
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model with the layers of the stage alone."""
+        ...
+
+    @property
+    def lora(self) -> LoraCost | None:
+        """The cost of adapters; None without them."""
+        ...
+
+    @property
+    def collectives(self) -> int:
+        """The number of collectives in one forward pass."""
+        ...
+
+    def collectives_us(self, tokens: int) -> float:
+        """Return the part of `batch_us` that is collectives, for a batch of `tokens` new tokens."""
+        ...
+
+    def terms_us(self, shape: BatchShape) -> dict[str, float]:
+        """Return the time of a batch by term; the values sum to `batch_us`."""
+        ...
+
+
 # mechanism: chunk-of-equal-cost (simulated)
 class PipelineModel:
     """Cost of a batch in a pipeline: `batch_us` for a batch alone in it, `stage_us` if batches share the stages."""
 
-    def __init__(self, stages: Sequence[BaseModel], split: Parallelism, model: ModelSpec, gpu: GpuSpec) -> None:
+    def __init__(self, stages: Sequence[StageModel], split: Parallelism, model: ModelSpec, gpu: GpuSpec) -> None:
         self.stages, self.split, self.model, self.gpu = tuple(stages), split, model, gpu
         self.tp, self.shards = split.tp, split.attention_dp
         self.link = StageLink.of(model, gpu, split)
@@ -211,11 +238,16 @@ class PipelineModel:
         other.factor = self.factor * factor
         return other
 
+    def mapped(self, change: Callable[[StageModel, int], StageModel]) -> PipelineModel:
+        """Return a copy with each stage replaced by `change(stage, number)`."""
+        stages = [change(stage, number) for number, stage in enumerate(self.stages)]
+        return PipelineModel(stages, self.split, self.model, self.gpu).scaled(self.factor)
+
     def stage_us(self, shape: BatchShape) -> list[float]:
         """Return the time of each stage."""
         return [stage.batch_us(seen).mean_us * self.factor for stage, seen in self._by_stage(shape)]
 
-    def _by_stage(self, shape: BatchShape) -> list[tuple[BaseModel, BatchShape]]:
+    def _by_stage(self, shape: BatchShape) -> list[tuple[StageModel, BatchShape]]:
         """Return each stage with the shape that it runs: only the last stage samples."""
         inner = structs.replace(shape, sampled_rows=0)
         return [*((stage, inner) for stage in self.stages[:-1]), (self.stages[-1], shape)]

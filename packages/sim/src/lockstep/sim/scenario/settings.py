@@ -16,7 +16,7 @@ import msgspec
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.profiles import DEFAULT_PROFILE, PROFILES
+from lockstep.core.contract.profiles import DEFAULT_PROFILE, PROFILES, profile_settings
 from lockstep.core.contract.setting import Setting, SettingField, setting_fields
 from lockstep.host.options import OptionField, option_of, options_of, with_flags
 from lockstep.sim.scenario.tier_options import HostTiers, HybridShares
@@ -85,6 +85,16 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
     values = {field: options.pop(field) for field, _, _ in SCHEDULER_OPTIONS}
     return {
         field: None if value is NONE else value for field, value in values.items() if value is not None and value != ()
+    }
+
+
+def unusual_settings(config: SchedConfig, profile: str) -> dict[str, bool | int | float | str]:
+    """Return the settings of an engine that its profile does not have, as far as they are options of `simulate`."""
+    usual = type(config)(**profile_settings(profile))
+    return {
+        name: value
+        for name, _, _ in SCHEDULER_OPTIONS
+        if (value := getattr(config, name)) != getattr(usual, name) and isinstance(value, bool | int | float | str)
     }
 
 
