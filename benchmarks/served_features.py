@@ -123,7 +123,8 @@ class Bench:
         """Fit a calibration to a run and, if asked, to its client's requests; return its file."""
         file = self._at(feature, "fit.json")
         at = ("--client", str(self.client(run))) if with_client else ()
-        lockstep("calibrate", "journal", str(run / feature.journal), *at, "--date", DATE, "--out", str(file))
+        of = ("--model", str(self._experts)) if feature.experts else ()
+        lockstep("calibrate", "journal", str(run / feature.journal), *of, *at, "--date", DATE, "--out", str(file))
         return file
 
     def simulate(self, feature: Feature, run: Path, calibration: Path) -> Path:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import fold, replay
-from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.simulate import simulate as command
 from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.calibration import UNCALIBRATED
@@ -105,6 +105,15 @@ def test_a_batch_that_is_not_split_takes_what_it_took() -> None:
     for shape in (decode_shape(512, 1000), extend_shape(100), BatchShape()):
         assert cost.batch_us(shape) == cost.base.batch_us(shape)
         assert cost.terms_us(shape) == cost.base.terms_us(shape)
+
+
+def test_a_calibrated_cost_is_scaled_by_a_factor() -> None:
+    """Intervals scale a cost model that may have been corrected before."""
+    cost = load_calibration("vllm-h100").cost_model(cost_of("qwen3-8b", "h100", Parallelism(tp=4)))
+    assert isinstance(cost, TwoBatchModel)
+    slower = UNCALIBRATED.cost_model(cost, 1.3)
+    for shape in (in_halves(decode_shape(512, 1000)), decode_shape(8, 100), extend_shape(100)):
+        assert slower.batch_us(shape).mean_us == pytest.approx(1.3 * cost.batch_us(shape).mean_us)
 
 
 def scenario_of(**more: Any) -> Scenario:

@@ -580,6 +580,10 @@ class CalibratedModel:
         """The terms that are collectives."""
         return self.base.collective_names
 
+    def collective_terms_us(self, tokens: int) -> dict[str, float]:
+        """Return the corrected time of each collective, without the wait for the slowest rank."""
+        return {name: self._collectives * us for name, us in self.base.collective_terms_us(tokens).items()}
+
     def collectives_us(self, tokens: int) -> float:
         """Return the corrected time of collectives, for a batch of `tokens` new tokens."""
         waiting_us: float = self.correction.collective_us * self.factor * self.collectives
