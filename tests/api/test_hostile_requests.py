@@ -23,6 +23,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server is not installed")
 
+from lockstep.api.processes.text_processes import JOB_S
 from tests.support.bystander import bystander
 from tests.support.live_server import EMULATED, LiveServer, serving
 
@@ -168,9 +169,12 @@ def test_a_costly_request_does_not_delay_another_stream(server: LiveServer, name
     with bystander(server.url) as stream:
         began_s = time.monotonic()
         got, answer = post(server.url, path, body)
-        worst_s = stream.worst_s(began_s)
+        took_s, worst_s = time.monotonic() - began_s, stream.worst_s(began_s)
     assert got == status, answer
-    assert message in str(answer)
+    if f"longer than {JOB_S:g} s to read" not in str(answer):  # on a busy machine, which takes so long
+        assert message in str(answer)
+    else:
+        assert took_s > JOB_S
     assert worst_s < DELAY_S
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -91,6 +92,26 @@ def test_masks_that_take_long_on_average_are_an_error(monkeypatch: pytest.Monkey
         try_out(Slow(clock, 0.001, 0.003), 2)
     with pytest.raises(GrammarError, match=r"take 0\.06 s to find"):
         try_out(Slow(clock, 0.06, 0.001), 2)
+
+
+def test_a_mask_that_is_slow_once_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that loses its processor's caches takes longer once, at any place of an answer."""
+    clock = Clock(monkeypatch)
+
+    class SlowOnce(Slow):
+        left: ClassVar = [1]  # of all matchers
+
+        def matcher(self) -> Slow:
+            return SlowOnce(self.clock, self.first_s, self.mask_s)
+
+        def fill(self, mask: Int32s) -> None:
+            if self.taken == 3 and self.left[0]:
+                self.left[0] -= 1
+                self.clock.now_s += 0.2
+            super().fill(mask)
+
+    try_out(SlowOnce(clock, 0.001, 0.001), 2)
+    assert SlowOnce.left == [0]
 
 
 def test_slow_masks_of_one_grammar_end_its_rows_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

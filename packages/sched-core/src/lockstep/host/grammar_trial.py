@@ -21,9 +21,10 @@ import numpy as np
 
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import Grammar
+from lockstep.host.batches import Int32s
 from lockstep.host.grammar_backends import make_backend
 from lockstep.host.grammar_compiler import TrialSettings, read_message, write_message
-from lockstep.host.grammars import Compiled, GrammarBackend, GrammarError
+from lockstep.host.grammars import Compiled, GrammarBackend, GrammarError, Matcher
 
 
 def main() -> None:
@@ -63,6 +64,13 @@ the beginnings of the answers. A grammar's first mask is made where it is compil
 """
 
 
+def _fill_s(matcher: Matcher, mask: Int32s) -> float:
+    """Find the tokens that may come next, and return the CPU time that it took."""
+    began_s = time.thread_time()
+    matcher.fill(mask)
+    return time.thread_time() - began_s
+
+
 def try_out(compiled: Compiled, words: int, end_tokens: Sequence[int] = ()) -> None:
     """Follow a grammar for the beginnings of some drawn answers. Raises GrammarError at a limit of the library.
 
@@ -79,16 +87,17 @@ def try_out(compiled: Compiled, words: int, end_tokens: Sequence[int] = ()) -> N
     goes_on = ~np.packbits(ends, bitorder="little").view(np.int32)
     total_s, masks = 0.0, 0
     for walk in range(WALKS):
-        matcher = compiled.matcher()
+        matcher, taken = compiled.matcher(), list[int]()
         for number in range(WALK_TOKENS):
-            began_s = time.thread_time()
-            matcher.fill(mask)
-            if (took_s := time.thread_time() - began_s) > TOKEN_S:
+            took_s = _fill_s(matcher, mask)
+            if took_s > TOKEN_S:  # on a busy machine a cold cache is as slow: only what is slow twice counts
+                again = compiled.matcher()
+                if all(again.accept(token) for token in taken):
+                    took_s = min(took_s, _fill_s(again, mask))
+            if took_s > TOKEN_S:
                 raise GrammarError(f"the tokens that may follow take {took_s:.2f} s to find, more than {TOKEN_S} s")
-            if took_s > MEAN_S:  # states that are made once, or a cold cache: only what stays slow counts
-                began_s = time.thread_time()
-                matcher.fill(mask)
-                took_s = min(took_s, time.thread_time() - began_s)
+            if took_s > MEAN_S:  # states that are made once do not count
+                took_s = min(took_s, _fill_s(matcher, mask))
             if walk or number:
                 total_s, masks = total_s + took_s, masks + 1
             if not mask.any():
@@ -99,7 +108,8 @@ def try_out(compiled: Compiled, words: int, end_tokens: Sequence[int] = ()) -> N
                 break
             place = int(places[draw.randrange(len(places))])
             bits = [bit for bit in range(32) if int(mask[place]) >> bit & 1]
-            if not matcher.accept(32 * place + draw.choice(bits)) or matcher.is_done():
+            taken.append(32 * place + draw.choice(bits))
+            if not matcher.accept(taken[-1]) or matcher.is_done():
                 break
     if masks and (mean_s := total_s / masks) > MEAN_S:
         raise GrammarError(
