@@ -152,18 +152,18 @@ def with_trees(made: Pass, first: int, shape: TreeShape, numbers: Sequence[Seque
             slot = batch.slots[spans[row].start + number]
             for kept, dense in ((made.pool.keys[0], made.dense_keys), (made.pool.values[0], made.dense_values)):
                 kept.view(-1, *kept.shape[2:])[slot] = dense[row][int(batch.starts_host[row]) + number]
-    stands = batch.starts_host[first:].copy()
+    stands, device = batch.starts_host[first:].copy(), batch.slots.device
     counts = np.array([len(one) for one in numbers], np.int32)
     batch.tree = TreeRows(first, stands, np.concatenate([np.array(one, np.int32) for one in numbers]), shape)
     batch.starts_host = np.concatenate((batch.starts_host[:first], batch.lengths_host[first:] - counts)).astype(
         np.int32
     )
-    of_trees = np.concatenate([stand + shape.depths[list(one)] for stand, one in zip(stands, numbers, strict=True)])
-    batch.positions = torch.cat((batch.positions[: spans[first].start], torch.from_numpy(of_trees).long()))
+    positions = np.concatenate([stand + shape.depths[list(one)] for stand, one in zip(stands, numbers, strict=True)])
+    indptr = np.concatenate(([0], np.cumsum(batch.lengths_host - batch.starts_host))).astype(np.int32)
+    of_trees = torch.from_numpy(positions.astype(np.int64)).to(device)
+    batch.positions = torch.cat((batch.positions[: spans[first].start], of_trees))
     batch.slots, batch.token_ids = batch.slots[keep], batch.token_ids[keep]
-    batch.indptr = torch.from_numpy(
-        np.concatenate(([0], np.cumsum(batch.lengths_host - batch.starts_host))).astype(np.int32)
-    )
+    batch.indptr = torch.from_numpy(indptr).to(device)
     batch.extend_rows = batch.count
     made.query, made.key, made.value = made.query[keep], made.key[keep], made.value[keep]
     return made

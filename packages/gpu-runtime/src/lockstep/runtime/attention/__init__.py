@@ -190,7 +190,7 @@ def _flashinfer_fails(needs: Needs) -> str | None:
     kind = f"{_name(needs.dtype)}, head dim {needs.head_dim}, {needs.group} heads per KV head"
     kind += ", KV in fp8" * needs.kv_fp8 + ", trees of drafts" * needs.trees
     try:
-        from lockstep.runtime.attention.flashinfer_backend import try_out
+        from lockstep.runtime.attention.flashinfer_backend import masks_hold, try_out
 
         right = try_out(
             needs.device,
@@ -201,8 +201,9 @@ def _flashinfer_fails(needs: Needs) -> str | None:
             needs.numerics,
             needs.graphs,
             needs.kv_fp8,
-            needs.trees,
         )
+        shape = (needs.head_dim, needs.page_size, needs.group)
+        right = right and (not needs.trees or masks_hold(needs.device, needs.dtype, *shape, needs.kv_fp8))
     except Exception as error:  # a missing module, a kernel that was not compiled ahead, a failing compiler
         why = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         return f"a trial with {kind} failed: {why}"

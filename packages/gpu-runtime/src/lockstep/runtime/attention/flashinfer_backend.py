@@ -267,7 +267,6 @@ def try_out(
     numerics: Numerics,
     graphs: bool,
     fp8: bool = False,
-    trees: bool = False,
 ) -> bool:
     """Load every kernel that a model of this kind needs, and run each once: an extend beside a decode, then decodes.
 
@@ -275,7 +274,6 @@ def try_out(
         group: query heads of the one KV head.
         graphs: also plan as for a CUDA graph; nothing is captured.
         fp8: whether KV is stored in fp8.
-        trees: also run rows with trees of drafts.
     Returns: whether all results are right.
     Raises: any exception of FlashInfer.
     """
@@ -290,9 +288,32 @@ def try_out(
             out = backend.run(0, ones.expand(-1, group, -1), ones, ones, batch)
             if not torch.equal(out, torch.ones_like(out)):  # all values are one, so every weighted mean is one
                 return False
-        if trees:
-            return _masks_hold(backend, device, dtype)
     return True
+
+
+def masks_hold(
+    device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, group: int, fp8: bool = False
+) -> bool:
+    """Return whether two rows with trees of drafts attend to their paths; arguments are those of `try_out`.
+
+    Values are numbers of slots, so that each result is the mean of the slots on a path.
+    """
+    counts = np.array([5, 4], np.int32)
+    pages = -(-int(counts.max()) // page_size)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
+        pool = KvPool(1, 2 * pages, page_size, 1, head_dim, dtype, device, [(0.5, 0.25)] if fp8 else None)
+        workspace = workspace_needed(group, 1, head_dim, TRIAL_ROWS, multiprocessors(device))
+        backend = FlashInferAttention(pool, group, workspace_bytes=workspace)
+        batch = _two_rows(counts, page_size, device)
+        batch.tree = tree_rows(0, np.zeros(2, np.int32), counts, shape_of(np.array([0, 0, 1, 2], np.int32)))
+        sees = batch.tree.shape.sees[batch.tree.numbers]
+        means = (sees * np.arange(sees.shape[1])).sum(1) / sees.sum(1)
+        value = torch.tensor(batch.tree.numbers.tolist(), dtype=dtype, device=device)[:, None, None]
+        value = value.expand(-1, 1, head_dim).contiguous()
+        backend.plan(batch)
+        found = backend.run(0, torch.ones_like(value).expand(-1, group, -1), torch.zeros_like(value), value, batch)
+        expected = torch.tensor(means.tolist(), dtype=torch.float64, device=device)[:, None, None]
+        return bool(torch.allclose(found.double(), expected.expand_as(found), atol=0.02, rtol=0.01))
 
 
 def _two_rows(counts: NDArray[np.int32], page_size: int, device: torch.device) -> ForwardBatch:
@@ -318,23 +339,3 @@ def _two_rows(counts: NDArray[np.int32], page_size: int, device: torch.device) -
         starts_host=np.zeros(2, np.int32),
         lengths_host=counts,
     )
-
-
-def _masks_hold(backend: FlashInferAttention, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether rows with trees attend to their paths: values are numbers of slots, and results their means."""
-    pool, counts = backend.pool, np.array([5, 4], np.int32)
-    pages = -(-int(counts.max()) // pool.page_size)
-    backend.pool = KvPool(
-        1, 2 * pages, pool.page_size, 1, pool.head_dim, dtype, device, [(0.5, 0.25)] * pool.fp8 or None
-    )
-    batch = _two_rows(counts, pool.page_size, device)
-    batch.tree = tree_rows(0, np.zeros(2, np.int32), counts, shape_of(np.array([0, 0, 1, 2], np.int32)))
-    slots = torch.from_numpy(batch.tree.numbers).to(device)
-    value = slots.to(dtype)[:, None, None].expand(-1, 1, pool.head_dim).contiguous()
-    backend.plan(batch)
-    query = torch.ones(len(value), backend.heads, pool.head_dim, dtype=dtype, device=device)
-    found = backend.run(0, query, torch.zeros_like(value), value, batch)
-    sees = batch.tree.shape.sees[batch.tree.numbers]
-    means = (sees * np.arange(sees.shape[1])).sum(1) / sees.sum(1)
-    expected = torch.from_numpy(means).to(device)[:, None, None].expand(found.shape)
-    return torch.allclose(found.double(), expected, atol=0.02, rtol=0.01)
