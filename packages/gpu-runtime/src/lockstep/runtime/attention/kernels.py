@@ -372,7 +372,7 @@ def extend(
       tile 1   tokens 7, 8       x x x x x   x x x x            x computed; to the right of the diagonal
       tile 2   tokens 9, 10      x x x x x   x x x x x x        inside of a tile, masked
 
-    With WORDS all rows have trees, and tiles read all slots of them.
+    With WORDS all rows have trees. Numbers of tokens ascend, so that no token attends behind the same diagonal.
 
     Tiles with the most positions start first, so that only short tiles run at the end, when the GPU is no longer full.
     """
@@ -409,7 +409,6 @@ def extend(
         own, path = _paths(paths, within.to(tl.int64), stand, WORDS)
         seen = tl.where(token < new, stand - 1, -1)
         whole = stand
-        stop = length
         oldest = stand - WINDOW + 1
     acc, top, total = _attend_in_order(
         queries, seen, own, path, stand, whole, stop, keys, values, table, kv_head, scale, cap, oldest,
