@@ -35,6 +35,7 @@ from lockstep.host.engine_options import Numerics
 from lockstep.runtime import triton_trial_kernel
 from lockstep.runtime.attention.rules import LayerRules
 from lockstep.runtime.attention.triton_backend import TritonAttention
+from lockstep.runtime.draft_tree import shape_of, tree_rows
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.lora.batch import HIGH_TILE, LOW_TILE, AdapterBatch
@@ -52,6 +53,7 @@ META = torch.device("meta")
 BF16, FP32 = torch.bfloat16, torch.float32
 LAID_OUT = (((128,), torch.int64), ((3, 8), torch.int32))  # tokens and tiles of a batch with adapters
 PAGE, CONTEXT, PREFILL, DRAFTED = 16, 8192, 4096, 6
+BRANCHES = np.array([0, 0, 1, 0, 1, 3, 2, 5], np.int32)  # parents of a tree of 8 drafts
 SPILLS_MAX_BYTES = {80: 256, 90: 0, 100: 0, 120: 256}  # by capability; fast attention has a bound of its own
 FAST_SPILLS_MAX_BYTES = {80: 16, 90: 0, 100: 0, 120: 16}
 
@@ -146,6 +148,21 @@ def attention(shape: Shape, capability: int, numerics: Numerics, dtype: torch.dt
         backend.run(0, query, key, value, batch)
 
 
+def trees(shape: Shape, capability: int) -> None:
+    """Launch trees of drafts to verify, of one row and of many."""
+    pool = KvPool(1, 64, PAGE, shape.kv_heads, shape.head_dim, BF16, META)
+    backend = TritonAttention(pool, shape.heads, rules=() if shape.rule is None else (shape.rule,))
+    backend.sms, backend.warpgroups = MACHINES[capability].sms, MACHINES[capability].warpgroups
+    new = 1 + len(BRANCHES)
+    for rows in (1, 2048):
+        batch = batch_of(rows, new, True)
+        batch.tree = tree_rows(0, batch.starts_host, np.full(rows, new, np.int32), shape_of(BRANCHES))
+        query = torch.empty(rows * new, shape.heads, shape.head_dim, dtype=BF16, device=META)
+        key = torch.empty(rows * new, shape.kv_heads, shape.head_dim, dtype=BF16, device=META)
+        backend.plan(batch)
+        backend.run(0, query, key, key, batch)
+
+
 def between(shape: Shape) -> None:
     """Launch the operations between the products of a layer, with and without the parts that some models lack."""
     hidden = torch.empty(64, shape.hidden, dtype=BF16, device=META)
@@ -226,6 +243,8 @@ def uses(capability: int) -> Iterator[tuple[str, str, Callable[[], None]]]:
             yield name, "attention, KV in fp8", partial(attention, shape, capability, "fast", BF16, True)
         yield name, "between products", partial(between, shape)
         yield name, "sampling", partial(draws, shape.vocab)
+    for name in ("Llama-3.1-8B", "Gemma-2-9B", "gpt-oss-20b"):
+        yield name, "attention fast, trees of drafts", partial(trees, MODELS[name], capability)
     for name in ("Llama-3.1-8B", "Phi-3-mini", "Gemma-2-9B"):
         yield name, "attention in float32", partial(attention, MODELS[name], capability, "fast", FP32, False)
     llama = MODELS["Llama-3.1-8B"]

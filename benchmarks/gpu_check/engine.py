@@ -30,6 +30,7 @@ from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.llm import demo_folder
 from lockstep.runtime.models import Decoder
 from lockstep.runtime.ranks import LeadExecutor
+from tests.support.heads import saved_head
 
 REGRET = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}  # of logits, with a spread of about 10
 READINGS_FAR = 1e-3  # of what is largest in the same array
@@ -72,6 +73,7 @@ def variants(section: Section) -> Iterator[Variant]:
         several = {"attention_backend": "reference", "cuda_graphs": "eager", "decode_steps_per_launch": 4}
         yield Variant("reference, four steps a launch", options=several)
         yield Variant("reference, no launch may wait", options={"attention_backend": "reference"}, watched=True)
+        yield Variant("reference, trees of a head", options={"attention_backend": "reference", **trees(section)})
         return
     for graphs in ("on", "off"):
         for depth in (1, 0, 2):
@@ -84,6 +86,11 @@ def variants(section: Section) -> Iterator[Variant]:
     for backend in ("triton", "flashinfer"):
         options = {"attention_backend": backend, "cuda_graphs": "on"}
         yield Variant(f"{backend} bfloat16, no launch may wait", "bfloat16", options, watched=True)
+    with_a_head = trees(section)
+    yield Variant("triton float32, trees of a head", options={"attention_backend": "triton", **with_a_head})
+    for backend in ("triton", "flashinfer"):
+        options = {"attention_backend": backend, **with_a_head}
+        yield Variant(f"{backend} bfloat16, trees of a head", "bfloat16", options, watched=backend == "triton")
     for graphs in ("on", "off"):
         several = {"attention_backend": "triton", "cuda_graphs": graphs, "decode_steps_per_launch": 4}
         yield Variant(f"triton float32, graphs {graphs}, four steps a launch", options=several)
@@ -132,6 +139,13 @@ def few(section: Section) -> list[Variant]:
         ]
         found += [Variant(f"{backend}, two ranks, tokens sent to experts", options={**whole, "moe_a2a": True})]
     return found
+
+
+def trees(section: Section) -> dict[str, Any]:
+    """Options for trees of drafts by a head of EAGLE-3 with random weights, which is hardly ever right."""
+    folder = section.part.with_suffix("") / "head"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return {"draft_model": str(saved_head(folder, 1)), "speculative_topk": 3, "num_speculative_tokens": 8}
 
 
 def experts_folder(section: Section) -> Path:

@@ -18,12 +18,14 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.engine_options import Numerics
 from lockstep.runtime.attention import Needs, choose, make
 from lockstep.runtime.attention.reference import ReferenceAttention
+from lockstep.runtime.draft_tree import shape_of
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
-from tests.support.passes import Pass, make_pass
+from tests.support.passes import Pass, make_pass, with_trees
 
-Mode = Literal["decode", "extend", "mixed"]
+Mode = Literal["decode", "extend", "mixed", "trees"]
 MODES: tuple[Mode, ...] = ("decode", "extend", "mixed")
+BRANCHES = np.array([0, 0, 1, 0, 1, 3, 2, 5], np.int32)  # parents of the drafts of a tree
 
 # Largest distance of a token's result from the reference's, as a share of its length: half of the last bit of the
 # result, and as much again for the weights, which kernels round before the second product.
@@ -53,6 +55,7 @@ def cases(section: Section) -> Iterator[Case]:
     """The most used first."""
     if not section.gpu:  # the interpreter, where it is on, is slow
         yield Case("triton", "invariant", torch.float32, 4, 4, 2, 16)
+        yield Case("triton", "fast", torch.float32, 4, 4, 2, 16)
         yield Case("reference", "fast", torch.float32, 4, 4, 2, 16)
         return
     for backend in ("triton", "flashinfer"):  # with kernels that may have to be compiled, which takes a minute
@@ -108,6 +111,10 @@ def attention(section: Section, case: Case) -> None:
         section.check(
             f"{case.name}: {mode}", far <= FAR[case.dtype], f"off by {far:.2g}, {FAR[case.dtype]:.2g} allowed"
         )
+    if case.numerics == "fast":
+        with section.trying(f"{case.name}: trees"):
+            section.needs(3)
+            trees(section, case)
     if section.gpu:
         section.needs(3)
         far = graph_distance(section, case)
@@ -121,6 +128,19 @@ def attention(section: Section, case: Case) -> None:
         bits(section, case)
 
 
+def trees(section: Section, case: Case) -> None:
+    """Rows with trees of drafts beside a prompt; as the choice of a backend for them, with its trial."""
+    kind, group = (section.device, case.dtype, case.head_dim, case.page_size), case.heads // case.kv_heads
+    name = f"{case.name}: trees"
+    try:
+        choose(case.backend, Needs(*kind, group=group, trees=True))
+    except ConfigError as refusal:
+        section.refused(name, refusal)
+        return
+    far = distance(section, case, "trees")
+    section.check(name, far <= FAR[case.dtype], f"off by {far:.2g}, {FAR[case.dtype]:.2g} allowed")
+
+
 def spans_of(section: Section, mode: Mode) -> tuple[list[tuple[int, int]], int]:
     """First and last position of each row's new tokens, and how many rows extend."""
     rng = np.random.default_rng(5)
@@ -129,7 +149,9 @@ def spans_of(section: Section, mode: Mode) -> tuple[list[tuple[int, int]], int]:
     extends[0] = (0, extends[0][1])
     at = [*rng.integers(0, longest, 9).tolist(), 0, 15, 16]
     decodes = [(one, one + 1) for one in at]
-    return {"decode": (decodes, 0), "extend": (extends, 5), "mixed": (extends + decodes, 5)}[mode]
+    verified = [extends[0], *((one, one + 1 + drafts) for one, drafts in zip(at, range(9), strict=False))]
+    found = {"decode": (decodes, 0), "extend": (extends, 5), "mixed": (extends + decodes, 5)}
+    return {**found, "trees": (verified, len(verified))}[mode]
 
 
 def passes(section: Section, case: Case, spans: Sequence[tuple[int, int]], extending: int, **more: Any) -> Pass:
@@ -161,6 +183,10 @@ def off(found: Tensor, wanted: Tensor) -> float:
 def distance(section: Section, case: Case, mode: Mode) -> float:
     """Of one pass; 1 if the KV of the new tokens is not where it should be."""
     made, twin = (passes(section, case, *spans_of(section, mode)) for _ in range(2))
+    if mode == "trees":
+        for one in (made, twin):
+            counts = (one.batch.lengths_host - one.batch.starts_host)[1:].tolist()
+            with_trees(one, 1, shape_of(BRANCHES), [range(count) for count in counts])
     backend = make(case.backend, made.pool, case.heads, numerics=case.numerics)
     backend.plan(made.batch)
     found = backend.run(0, made.query, made.key, made.value, made.batch)

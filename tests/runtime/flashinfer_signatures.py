@@ -18,7 +18,8 @@ from typing import Any
 STORED = Path(__file__).parents[1] / "data" / "flashinfer.json"
 CLASSES = {"BatchPrefillWithPagedKVCacheWrapper": "prefill.py", "BatchDecodeWithPagedKVCacheWrapper": "decode.py"}
 METHODS = {"__init__": "__init__", "plan": "plan", "_plan_impl": "plan", "run": "run"}
-PINNED = "_pin_memory_int_workspace_buffer"  # an attribute that the runtime replaces
+ATTRIBUTES = ("_pin_memory_int_workspace_buffer", "_custom_mask_buf", "_mask_indptr_buf")
+"""What the runtime replaces behind the constructor or `plan`, where a class has it."""
 
 
 def parameters(function: ast.FunctionDef) -> str:
@@ -40,12 +41,13 @@ def read(folder: Path) -> tuple[str, dict[str, Any]]:
     classes = {}
     for name, file in CLASSES.items():
         text = (folder / "flashinfer" / file).read_text()
-        (body,) = (one.body for one in ast.parse(text).body if isinstance(one, ast.ClassDef) and one.name == name)
+        (found,) = (one for one in ast.parse(text).body if isinstance(one, ast.ClassDef) and one.name == name)
+        of_class, body = ast.get_source_segment(text, found) or "", found.body
         methods = {}
         for one in body:
             if isinstance(one, ast.FunctionDef) and one.name in METHODS:  # the last one is that behind overloads
                 methods[METHODS[one.name]] = parameters(one)
-        classes[name] = {**methods, "attributes": [PINNED] if f"self.{PINNED}" in text else []}
+        classes[name] = {**methods, "attributes": [one for one in ATTRIBUTES if f"self.{one} = " in of_class]}
     return about.name.removeprefix("flashinfer_python-").removesuffix(".dist-info"), classes
 
 

@@ -29,7 +29,8 @@ def fits(wrapper: Wrapper, method: str, *args: Any, **options: Any) -> None:
     name = f"Batch{'Decode' if wrapper.decode else 'Prefill'}WithPagedKVCacheWrapper"
     for classes in RELEASES.values():
         flashinfer_signatures.signature(classes[name][method]).bind(wrapper, *args, **options)
-        assert "_pin_memory_int_workspace_buffer" in classes[name]["attributes"]
+        masks = set() if wrapper.decode else {"_custom_mask_buf", "_mask_indptr_buf"}
+        assert {"_pin_memory_int_workspace_buffer", *masks} <= set(classes[name]["attributes"])
     wrapper.bound.add((name, method))
 
 
@@ -56,6 +57,10 @@ class Wrapper:
         assert self.indptr.device.type == "cpu"
         assert {one.dtype for one in (self.indptr, self.pages, self.last)} == {torch.int32}
         assert len(self.pages) == self.indptr[-1]
+        if not self.decode:
+            assert self.calls["backend"] == "fa2" or not {"custom_mask", "packed_custom_mask"} & options.keys()
+            self._custom_mask_buf: torch.Tensor | None = None
+            self._mask_indptr_buf: torch.Tensor | None = None
         if self.calls.get("use_cuda_graph"):
             for name, given in (("indptr", self.indptr), ("last_page_len", self.last)):
                 buffer = self.calls[f"paged_kv_{name}_buffer"]
@@ -90,8 +95,26 @@ class Wrapper:
             length = (len(pages) - 1) * page_size + last
             keys, values = (one[pages].reshape(-1, kv_heads, head_dim)[:length] for one in paged)
             at = slice(qo_indptr[row], qo_indptr[row + 1])
-            out[at] = attend(query[at], keys.float(), values.float(), rules) * v_scale
+            hidden = self._hidden(row, at.stop - at.start, length)
+            out[at] = attend(query[at], keys.float(), values.float(), rules, hidden) * v_scale
         return out
+
+    def _hidden(self, row: int, new: int, length: int) -> torch.Tensor | None:
+        """Return what a row's mask hides, bool [new, length]; None: the row has none, so it attends causally.
+
+        As the kernel of FA2 reads it: bit `token * length + position` behind the row's first byte, the lowest first.
+        """
+        if self.decode or self._custom_mask_buf is None:
+            assert new == 1 or self.options["causal"]
+            return None
+        assert self.calls["backend"] == "fa2"
+        mask, begins = self._custom_mask_buf, self._mask_indptr_buf
+        assert begins is not None
+        assert (mask.dtype, begins.dtype) == (torch.uint8, torch.int32)
+        assert mask.device == begins.device == self.pages.device
+        read = mask[(begins[row] + torch.arange(-(-new * length // 8), device=mask.device)).long()]
+        bits = (read[:, None] >> torch.arange(8, device=mask.device)) & 1
+        return bits.reshape(-1)[: new * length].reshape(new, length) == 0
 
     def _replayed(
         self,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.runtime.attention.rules import LayerRules
+from lockstep.runtime.draft_tree import TreeRows, TreeShape
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
 
@@ -133,6 +134,75 @@ def moved(made: Pass, device: str) -> Pass:
     made.dense_keys = [one.to(device) for one in made.dense_keys]
     made.dense_values = [one.to(device) for one in made.dense_values]
     return made
+
+
+def with_trees(made: Pass, first: int, shape: TreeShape, numbers: Sequence[Sequence[int]]) -> Pass:
+    """Let the rows from `first` compute tokens of a tree, each those with these numbers; their spans have its slots.
+
+    Rows must extend, up to the slot of their last number. The KV of the other slots of a tree is there already.
+    """
+    batch, spans = made.batch, made.spans()
+    keep = list(range(spans[first].start))
+    for row, chosen in enumerate(numbers, first):
+        assert spans[row].start + chosen[-1] + 1 == spans[row].stop, (
+            "the last slot of a span is that of the last number"
+        )
+        keep += [spans[row].start + number for number in chosen]
+        for number in sorted(set(range(chosen[-1])) - set(chosen)):
+            slot = batch.slots[spans[row].start + number]
+            for kept, dense in ((made.pool.keys[0], made.dense_keys), (made.pool.values[0], made.dense_values)):
+                kept.view(-1, *kept.shape[2:])[slot] = dense[row][int(batch.starts_host[row]) + number]
+    stands, device = batch.starts_host[first:].copy(), batch.slots.device
+    counts = np.array([len(one) for one in numbers], np.int32)
+    batch.tree = TreeRows(first, stands, np.concatenate([np.array(one, np.int32) for one in numbers]), shape)
+    batch.starts_host = np.concatenate((batch.starts_host[:first], batch.lengths_host[first:] - counts)).astype(
+        np.int32
+    )
+    positions = np.concatenate([stand + shape.depths[list(one)] for stand, one in zip(stands, numbers, strict=True)])
+    indptr = np.concatenate(([0], np.cumsum(batch.lengths_host - batch.starts_host))).astype(np.int32)
+    of_trees = torch.from_numpy(positions.astype(np.int64)).to(device)
+    batch.positions = torch.cat((batch.positions[: spans[first].start], of_trees))
+    batch.slots, batch.token_ids = batch.slots[keep], batch.token_ids[keep]
+    batch.indptr = torch.from_numpy(indptr).to(device)
+    batch.extend_rows = batch.count
+    made.query, made.key, made.value = made.query[keep], made.key[keep], made.value[keep]
+    return made
+
+
+def path_to(shape: TreeShape, number: int) -> list[int]:
+    """Return the numbers of the tokens from the newest one to one of a tree."""
+    path = [number]
+    while path[0]:
+        path.insert(0, int(shape.parents[path[0] - 1]))
+    return path
+
+
+def defined_in_trees(made: Pass, rule: LayerRules) -> Tensor:
+    """Return the attention of each token of a pass with trees as if the tokens of its path were a row, in float64."""
+    tree, heads, out = made.batch.tree, made.query.shape[1], []
+    assert tree is not None
+    of_trees = made.batch.tokens - len(tree.numbers)
+    for row, span in enumerate(made.spans()):
+        for token in range(span.start, span.stop):
+            if row < tree.first:
+                seen = list(range(int(made.batch.starts_host[row]) + token - span.start + 1))
+            else:
+                stand, number = int(tree.stands[row - tree.first]), int(tree.numbers[token - of_trees])
+                seen = [*range(stand), *(stand + one for one in path_to(tree.shape, number))]
+            seen = seen[-rule.window :] if rule.window is not None else seen
+            keys, values = (
+                one[row][seen].double().repeat_interleave(heads // made.pool.kv_heads, 1)
+                for one in (made.dense_keys, made.dense_values)
+            )
+            scores = torch.einsum("hd,khd->hk", made.query[token].double(), keys) * rule.scale
+            if rule.cap is not None:
+                scores = rule.cap * torch.tanh(scores / rule.cap)
+            weights = scores.exp()
+            total = weights.sum(-1, keepdim=True)
+            if rule.sinks is not None:
+                total = total + rule.sinks.double().exp()[:, None]
+            out.append(torch.einsum("hk,khd->hd", weights / total, values))
+    return torch.stack(out)
 
 
 def defined(made: Pass, rule: LayerRules) -> Tensor:

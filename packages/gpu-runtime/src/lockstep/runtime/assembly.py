@@ -289,7 +289,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         draft = draft_of(settings, sched.get("speculative_method"), model, dtype)
     config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft, shares)
     if config.drafts_trees:
-        check_trees(config, kernels.backend, debug=settings.debug)
+        check_trees(config, settings.numerics, debug=settings.debug)
     if config.hands_over and isinstance(draft, DraftHead):
         raise ConfigError(
             f"`role` is {config.role} and `speculative_method` {config.speculative_method}: features of a head are not "
@@ -298,7 +298,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     if draft is not None:  # it uses the same backend, which may not support its heads
         kind = (device, draft.dtype, draft.head_dim, config.page_size)
         of_draft = Needs(*kind, group=draft.heads // draft.kv_heads, special=names_of(draft.rules))
-        choose(kernels.backend, replace(of_draft, numerics=kernels.numerics))
+        choose(kernels.backend, replace(of_draft, numerics=kernels.numerics, trees=config.drafts_trees))
     if settings.host_cache_gb:
         config = _with_tiers(settings, config, memory.page, model)
     if settings.eplb:
@@ -692,6 +692,7 @@ def _kernels(
         group=model.heads // model.kv_heads,
         kv_fp8=model.kv_scales is not None,
         special=names_of(model.rules),
+        trees=config.drafts_trees,
     )
     sizes = graph_sizes(min(ROWS_MAX if graph_rows_max is None else graph_rows_max, config.max_running_requests))
     if mode == "eager":

@@ -9,6 +9,7 @@ import torch
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.engine_options import Numerics
 from lockstep.host.quantization import Fp8Activations
 from lockstep.runtime.checkpoint import Checkpoint, CheckpointError, fill_randomly, load
 from lockstep.runtime.memory import explained
@@ -18,8 +19,6 @@ from lockstep.runtime.models.packed import pack_matrices
 from lockstep.runtime.rank_wire import RankSettings
 
 Draft: TypeAlias = LanguageModel | DraftHead
-TREES = ("cpu", "reference")
-"""Attention backends with a mask for each row."""
 
 
 def takes_media(draft: Draft | None) -> bool:
@@ -45,17 +44,17 @@ def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> 
         )
 
 
-def check_trees(config: SchedConfig, backend: str, *, debug: bool) -> None:
+def check_trees(config: SchedConfig, numerics: Numerics, *, debug: bool) -> None:
     """Raise ConfigError if trees of drafts cannot be verified here."""
     if config.speculative_method == "draft_model":
         raise ConfigError(
             f"`speculative_topk` is {config.speculative_topk}, but a draft model drafts chains here\n"
             "hint: speculative_topk 1, or a head: speculative_method eagle or mtp"
         )
-    if backend not in TREES:
+    if numerics == "invariant":
         raise ConfigError(
-            f"`speculative_topk` is {config.speculative_topk}, but attention backend {backend} has no masks of trees\n"
-            f"hint: speculative_topk 1, or attention_backend {' or '.join(TREES)}"
+            f"`numerics` is invariant, but with `speculative_topk` {config.speculative_topk} sums are in the order of "
+            "the slots of a tree, not in that of a decode\nhint: numerics fast, or speculative_topk 1"
         )
     if debug:
         raise ConfigError(

@@ -51,6 +51,7 @@ class Needs:
         group: query heads that share a KV head.
         kv_fp8: whether KV lies in fp8.
         special: what layers need beside attention to all positions, such as sliding windows; see `rules`.
+        trees: whether rows have trees of drafts.
     """
 
     device: torch.device
@@ -62,6 +63,7 @@ class Needs:
     group: int = 1
     kv_fp8: bool = False
     special: tuple[str, ...] = ()
+    trees: bool = False
 
 
 def choose(requested: str, needs: Needs) -> BackendChoice:
@@ -186,9 +188,9 @@ def _flashinfer_unavailable(needs: Needs) -> str | None:
 def _flashinfer_fails(needs: Needs) -> str | None:
     """Return the error of one small FlashInfer pass of this kind, or None if it succeeds."""
     kind = f"{_name(needs.dtype)}, head dim {needs.head_dim}, {needs.group} heads per KV head"
-    kind += ", KV in fp8" * needs.kv_fp8
+    kind += ", KV in fp8" * needs.kv_fp8 + ", trees of drafts" * needs.trees
     try:
-        from lockstep.runtime.attention.flashinfer_backend import try_out
+        from lockstep.runtime.attention.flashinfer_backend import masks_hold, try_out
 
         right = try_out(
             needs.device,
@@ -200,6 +202,8 @@ def _flashinfer_fails(needs: Needs) -> str | None:
             needs.graphs,
             needs.kv_fp8,
         )
+        shape = (needs.head_dim, needs.page_size, needs.group)
+        right = right and (not needs.trees or masks_hold(needs.device, needs.dtype, *shape, needs.kv_fp8))
     except Exception as error:  # a missing module, a kernel that was not compiled ahead, a failing compiler
         why = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         return f"a trial with {kind} failed: {why}"

@@ -14,6 +14,10 @@ file (read in flashinfer/prefill.py, decode.py and attention/scheduler.cuh of 0.
 - `backend="auto"` is FA3 on Hopper, and FA2 elsewhere; it never selects TensorRT-LLM's kernels. FA3 does not split the
   positions of a row, so decodes and short extends, such as drafts to verify, name FA2.
 - The decode kernels without tensor cores support few group sizes, and no fixed split size.
+- Rows with trees of drafts have a mask in bits, which only FA2 reads; FA3, TensorRT-LLM, cuDNN and cute-dsl have none.
+  The `plan` of a prefill waits for the device to pack a `custom_mask`. With a `packed_custom_mask` it counts in
+  elements where the mask of each row begins, and the kernel reads bytes: right for one row only. It also copies these
+  numbers from pageable memory. So mask and beginnings are set behind `plan`, in the attributes that `run` reads.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
@@ -29,6 +33,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.host.engine_options import Numerics
+from lockstep.runtime.attention.tree_masks import packed_mask
+from lockstep.runtime.draft_tree import shape_of, tree_rows
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.memory import MIB
@@ -90,6 +96,7 @@ class FlashInferAttention:
         if numerics == "fast":
             self.prefill = prefill(self.workspace, "NHD", backend="auto")
         self.extending = self.prefill
+        self.masked: Any = None  # of rows with trees of drafts; made on first use
         self.decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self.workspace, "NHD", use_tensor_cores=self.tensor_cores, backend="fa2"
         )
@@ -105,18 +112,29 @@ class FlashInferAttention:
         if graph and batch.extend_rows:
             raise ValueError(f"a CUDA graph holds decodes only, got {batch.extend_rows} rows that extend")
         heads = (self.heads, self.pool.kv_heads, self.pool.head_dim, self.pool.page_size)
-        count = batch.extend_rows
+        count = batch.extend_rows if batch.tree is None else batch.tree.first
         if count:
+            spans = self._extends(batch, 0, count)
             new = batch.lengths_host[:count] - batch.starts_host[:count]
-            indptr = self._pinned(np.concatenate([[0], np.cumsum(new)]))
-            pages = self._pages(batch, 0, count)
             short = int(new.max()) * self.heads // self.pool.kv_heads <= SHORT_TILE_MAX
             self.extending = self.short if short else self.prefill
-            lengths = self._pinned(batch.lengths_host[:count])
-            self.ring.plan(self.extending, indptr, *pages, *heads, causal=True, seq_lens=lengths, **self.options)
+            self.ring.plan(self.extending, *spans[0], *heads, causal=True, seq_lens=spans[1], **self.options)
+        if batch.tree is not None:
+            self._plan_trees(batch, heads)
+        count = batch.extend_rows
         if count < batch.count:
             self.active = self._for_graph(batch) if graph else self.decode
             self.ring.plan(self.active, *self._pages(batch, count, batch.count), *heads, **self.options)
+
+    def _plan_trees(self, batch: ForwardBatch, heads: tuple[int, ...]) -> None:
+        """Plan the rows with trees, each with its mask."""
+        assert batch.tree is not None
+        if self.masked is None:
+            prefill = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper
+            self.masked = prefill(self.workspace, "NHD", backend="fa2")
+        spans, lengths = self._extends(batch, batch.tree.first, batch.count)
+        self.ring.plan(self.masked, *spans, *heads, causal=False, seq_lens=lengths, **self.options)
+        self.masked._custom_mask_buf, self.masked._mask_indptr_buf = packed_mask(batch)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         """Write the new keys and values to the pool, then attend; see `AttentionBackend.run`."""
@@ -129,8 +147,11 @@ class FlashInferAttention:
         scales: dict[str, float] = {}
         if self.pool.fp8:
             scales["k_scale"], scales["v_scale"] = self.pool.scales[layer]
-        if batch.extend_rows:
-            self.extending.run(query[:first], paged, out=out[:first], **scales)
+        trees = first if batch.tree is None else first - len(batch.tree.numbers)
+        if trees:
+            self.extending.run(query[:trees], paged, out=out[:trees], **scales)
+        if trees < first:
+            self.masked.run(query[trees:first], paged, out=out[trees:first], **scales)
         if decodes:
             self.active.run(query[first:], paged, out=out[first:], **scales)
         return out
@@ -151,6 +172,12 @@ class FlashInferAttention:
                 backend="fa2",
             )
         return self.decode_graphs[count]
+
+    def _extends(self, batch: ForwardBatch, first: int, stop: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the first token and the pages of rows [first:stop) in FlashInfer's layout, and their lengths."""
+        new = batch.lengths_host[first:stop] - batch.starts_host[first:stop]
+        indptr = self._pinned(np.concatenate([[0], np.cumsum(new)]))
+        return (indptr, *self._pages(batch, first, stop)), self._pinned(batch.lengths_host[first:stop])
 
     def _pages(self, batch: ForwardBatch, first: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the pages of rows [first:stop) in FlashInfer's layout.
@@ -255,7 +282,7 @@ def try_out(
         workspace = workspace_needed(group, 1, head_dim, TRIAL_ROWS, multiprocessors(device))
         backend = FlashInferAttention(pool, group, numerics=numerics, workspace_bytes=workspace)
         for new, graph in ((2, False), (1, False), *([(1, True)] if graphs else [])):
-            batch = _two_rows(new, page_size, device)
+            batch = _two_rows(np.array([new, 1], np.int32), page_size, device)
             ones = torch.ones(batch.tokens, 1, head_dim, dtype=dtype, device=device)
             backend.plan(batch, graph)
             out = backend.run(0, ones.expand(-1, group, -1), ones, ones, batch)
@@ -264,23 +291,51 @@ def try_out(
     return True
 
 
-def _two_rows(new: int, page_size: int, device: torch.device) -> ForwardBatch:
-    """Return a batch of a row with `new` new tokens and a row with one, both from position 0, each on its own pages."""
-    pages = -(-new // page_size)
-    positions = torch.cat((torch.arange(new, device=device), torch.zeros(1, dtype=torch.int64, device=device)))
+def masks_hold(
+    device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, group: int, fp8: bool = False
+) -> bool:
+    """Return whether two rows with trees of drafts attend to their paths; arguments are those of `try_out`.
+
+    Values are numbers of slots, so that each result is the mean of the slots on a path.
+    """
+    counts = np.array([5, 4], np.int32)
+    pages = -(-int(counts.max()) // page_size)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
+        pool = KvPool(1, 2 * pages, page_size, 1, head_dim, dtype, device, [(0.5, 0.25)] if fp8 else None)
+        workspace = workspace_needed(group, 1, head_dim, TRIAL_ROWS, multiprocessors(device))
+        backend = FlashInferAttention(pool, group, workspace_bytes=workspace)
+        batch = _two_rows(counts, page_size, device)
+        batch.tree = tree_rows(0, np.zeros(2, np.int32), counts, shape_of(np.array([0, 0, 1, 2], np.int32)))
+        sees = batch.tree.shape.sees[batch.tree.numbers]
+        means = (sees * np.arange(sees.shape[1])).sum(1) / sees.sum(1)
+        value = torch.tensor(batch.tree.numbers.tolist(), dtype=dtype, device=device)[:, None, None]
+        value = value.expand(-1, 1, head_dim).contiguous()
+        backend.plan(batch)
+        found = backend.run(0, torch.ones_like(value).expand(-1, group, -1), torch.zeros_like(value), value, batch)
+        expected = torch.tensor(means.tolist(), dtype=torch.float64, device=device)[:, None, None]
+        return bool(torch.allclose(found.double(), expected.expand_as(found), atol=0.02, rtol=0.01))
+
+
+def _two_rows(counts: NDArray[np.int32], page_size: int, device: torch.device) -> ForwardBatch:
+    """Return a batch of two rows with these numbers of new tokens, each from position 0 and on its own pages.
+
+    A row with one token decodes if it is the second.
+    """
+    pages = -(-int(counts.max()) // page_size)
+    positions = torch.cat([torch.arange(count, device=device) for count in counts.tolist()])
     slots = positions.clone()
-    slots[-1] = pages * page_size
+    slots[int(counts[0]) :] += pages * page_size
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     return ForwardBatch(
         token_ids=torch.zeros_like(positions),
         positions=positions,
         slots=slots,
         rows=torch.arange(2, **ints),
-        indptr=torch.tensor([0, new, new + 1], **ints),
-        lengths=torch.tensor([new, 1], **ints),
+        indptr=torch.tensor([0, *np.cumsum(counts)], **ints),
+        lengths=torch.tensor(counts.tolist(), **ints),
         page_table=torch.arange(2 * pages, **ints).view(2, pages),
         logits_at=positions[:0],
-        extend_rows=int(new > 1),
+        extend_rows=int((counts > 1).sum()),
         starts_host=np.zeros(2, np.int32),
-        lengths_host=np.array([new, 1], np.int32),
+        lengths_host=counts,
     )

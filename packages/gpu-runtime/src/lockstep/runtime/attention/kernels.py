@@ -26,6 +26,12 @@ bounds scores, cap * tanh(score / cap). `SINKS` adds one more score per head to 
 KV in fp8 is widened to the dtype of the query, which is exact. The scale of keys is part of `scale`; the scale of
 values is applied to the finished sums.
 
+`WORDS` > 0 is for rows whose new tokens are of a tree of drafts (`draft_tree.py`). A token attends to all positions
+before the tree, and to the slots of the tree on its path, one bit for each in WORDS words of 64 bits:
+
+    slot of the tree      0   1   2   3   4           those before slot 0 are the positions 0 to `stand` - 1
+    path of token 3       1   1   0   1   0           slot 0 is the lowest bit; with a window, slots inside of it
+
 `SPLIT` > 0 fixes the order of additions: positions are cut every SPLIT, each piece is summed by itself, and pieces are
 added from left to right. The numbers of a token then do not depend on the kernel that adds: one program that walks
 along all positions, or several with a merge behind; for one token or for a chunk; in a batch or alone. Such launches
@@ -93,7 +99,10 @@ def _scan(
     top,  # fp32 [BLOCK_M], -inf before the first position
     total,  # fp32 [BLOCK_M]
     queries,  # [BLOCK_M, BLOCK_D]
-    seen,  # int32 [BLOCK_M], the last position that each row attends to; -1 for padding
+    seen,  # int32 [BLOCK_M], the last position that each row attends to, with WORDS before its tree; -1 for padding
+    own,  # int32 [BLOCK_M], position of each row's token; without WORDS equal to `seen`
+    path,  # int64 pointers [BLOCK_M] to the words of each row's path; with WORDS
+    stand,  # position of slot 0 of the tree; with WORDS
     first,
     stop,
     keys,
@@ -112,6 +121,7 @@ def _scan(
     PRECISION: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Accumulate positions [first:stop). Without MASKED, every row attends to all of them, and all tiles are whole.
 
@@ -149,7 +159,12 @@ def _scan(
         if MASKED:
             attended = (at[None, :] <= seen[:, None]) & readable[None, :]
             if WINDOW > 0:
-                attended = attended & (at[None, :] > seen[:, None] - WINDOW)
+                attended = attended & (at[None, :] > own[:, None] - WINDOW)
+            for word in tl.static_range(WORDS):
+                slot = at - (stand + 64 * word)
+                bits = tl.load(path + word)
+                bit = (bits[:, None] >> tl.minimum(tl.maximum(slot, 0), 63).to(tl.int64)[None, :]) & 1
+                attended = attended | ((bit != 0) & ((slot >= 0) & (slot < 64) & readable)[None, :])
             score = tl.where(attended, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         # Before its first position a row has no largest score; -inf minus -inf would be NaN.
@@ -203,6 +218,9 @@ def _with_sink(acc, top, total, sink):
 def _attend(
     queries,
     seen,
+    own,
+    path,
+    stand,
     first,
     whole,
     stop,
@@ -222,6 +240,7 @@ def _attend(
     PRECISION: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Compute one piece, positions [first:stop). All rows attend to the positions before `whole`.
 
@@ -237,12 +256,12 @@ def _attend(
     else:
         middle = first + tl.maximum(tl.minimum(whole, stop) - first, 0) // BLOCK_N * BLOCK_N
         acc, top, total = _scan(
-            acc, top, total, queries, seen, first, middle, keys, values, table, kv_head, scale, cap, oldest,
-            KV_HEADS, D, PAGE, BLOCK_D, BLOCK_N, False, PRECISION, WINDOW, CAP,
+            acc, top, total, queries, seen, own, path, stand, first, middle, keys, values, table, kv_head, scale, cap,
+            oldest, KV_HEADS, D, PAGE, BLOCK_D, BLOCK_N, False, PRECISION, WINDOW, CAP, WORDS,
         )  # fmt: skip
     acc, top, total = _scan(
-        acc, top, total, queries, seen, middle, stop, keys, values, table, kv_head, scale, cap, oldest,
-        KV_HEADS, D, PAGE, BLOCK_D, BLOCK_N, True, PRECISION, WINDOW, CAP,
+        acc, top, total, queries, seen, own, path, stand, middle, stop, keys, values, table, kv_head, scale, cap,
+        oldest, KV_HEADS, D, PAGE, BLOCK_D, BLOCK_N, True, PRECISION, WINDOW, CAP, WORDS,
     )  # fmt: skip
     return acc, top, total
 
@@ -251,6 +270,9 @@ def _attend(
 def _attend_in_order(
     queries,
     seen,
+    own,
+    path,
+    stand,
     whole,
     stop,
     keys,
@@ -270,6 +292,7 @@ def _attend_in_order(
     PRECISION: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Compute all positions [0:stop) in one program, in pieces of SPLIT positions if SPLIT > 0.
 
@@ -279,8 +302,8 @@ def _attend_in_order(
     origin = _origin(oldest, WINDOW, BLOCK_N, SPLIT)
     if SPLIT == 0:
         acc, top, total = _attend(
-            queries, seen, origin, whole, stop, keys, values, table, kv_head, scale, cap, oldest,
-            KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION, WINDOW, CAP,
+            queries, seen, own, path, stand, origin, whole, stop, keys, values, table, kv_head, scale, cap, oldest,
+            KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION, WINDOW, CAP, WORDS,
         )  # fmt: skip
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -288,11 +311,22 @@ def _attend_in_order(
         total = tl.zeros((BLOCK_M,), tl.float32)
         for first in range(origin, stop, SPLIT):
             part, part_top, part_total = _attend(
-                queries, seen, first, whole, tl.minimum(first + SPLIT, stop), keys, values, table, kv_head, scale, cap,
-                oldest, KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION, WINDOW, CAP,
+                queries, seen, own, path, stand, first, whole, tl.minimum(first + SPLIT, stop), keys, values, table,
+                kv_head, scale, cap, oldest, KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION, WINDOW, CAP,
+                WORDS,
             )  # fmt: skip
             acc, top, total = _add(acc, top, total, part, part_top, part_total)
     return acc, top, total
+
+
+@triton.jit
+def _paths(paths, tokens, stand, WORDS: tl.constexpr):
+    """Return the position of each token of trees, and pointers to the words of its path; shape [rows] both.
+
+    Args: tokens: numbers of the tokens among those of `paths`; stand: position of slot 0 of their tree.
+    """
+    path = paths + tokens * (1 + WORDS)
+    return stand + tl.load(path).to(tl.int32), path + 1
 
 
 @triton.jit(do_not_specialize_on_alignment=ANYWHERE)
@@ -312,6 +346,8 @@ def extend(
     value_scale,  # scale of values in fp8; that of keys is part of `scale`
     cap,  # bound of scores, in units of log 2 as `scale`
     sinks,  # [heads], scores of sinks; anything without SINKS
+    paths,  # int64 [new tokens, 1 + WORDS], depth in the tree and the path of each; None without WORDS
+    spans,  # int32 [rows + 1], slots of the trees of the rows before; None without WORDS
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -325,6 +361,7 @@ def extend(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Attend from the new tokens of rows with earlier KV: prefill, chunks, prefixes from the cache.
 
@@ -334,6 +371,8 @@ def extend(
       tile 0   tokens 5, 6       x x x x x   x x
       tile 1   tokens 7, 8       x x x x x   x x x x            x computed; to the right of the diagonal
       tile 2   tokens 9, 10      x x x x x   x x x x x x        inside of a tile, masked
+
+    With WORDS all rows have trees. Numbers of tokens ascend, so that no token attends behind the same diagonal.
 
     Tiles with the most positions start first, so that only short tiles run at the end, when the GPU is no longer full.
     """
@@ -361,9 +400,19 @@ def extend(
     whole = start + first_packed // GROUP + 1
     stop = tl.minimum(start + (first_packed + BLOCK_M - 1) // GROUP + 1, length)
     oldest = start + first_packed // GROUP - WINDOW + 1
+    own = seen
+    path = seen
+    stand = start
+    if WORDS > 0:
+        stand = length - (tl.load(spans + row + 1) - tl.load(spans + row))
+        within = first_token - tl.load(indptr) + tl.minimum(token, new - 1)
+        own, path = _paths(paths, within.to(tl.int64), stand, WORDS)
+        seen = tl.where(token < new, stand - 1, -1)
+        whole = stand
+        oldest = stand - WINDOW + 1
     acc, top, total = _attend_in_order(
-        queries, seen, whole, stop, keys, values, table, kv_head, scale, cap, oldest,
-        KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, SPLIT, PRECISION, WINDOW, CAP,
+        queries, seen, own, path, stand, whole, stop, keys, values, table, kv_head, scale, cap, oldest,
+        KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, SPLIT, PRECISION, WINDOW, CAP, WORDS,
     )  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
@@ -426,8 +475,8 @@ def decode(
     queries = tl.load(where_query, mask=inside, other=0.0)
     seen = tl.where(member < GROUP, length - 1, -1)
     acc, top, total = _attend_in_order(
-        queries, seen, length, length, keys, values, table, kv_head, scale, cap, length - WINDOW,
-        KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, SPLIT, PRECISION, WINDOW, CAP,
+        queries, seen, seen, seen, length, length, length, keys, values, table, kv_head, scale, cap, length - WINDOW,
+        KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, SPLIT, PRECISION, WINDOW, CAP, 0,
     )  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + head, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2_E
@@ -547,6 +596,8 @@ def attend_split(
     table_row,
     scale,
     cap,
+    paths,  # of `extend`
+    spans,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -559,6 +610,7 @@ def attend_split(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Attend from few new tokens per row, with the positions of a row split over several programs; `merge` adds them.
 
@@ -587,6 +639,8 @@ def attend_split(
     first_token = tl.load(indptr + row)
     new = tl.load(indptr + row + 1) - first_token
     start = length - new
+    if WORDS > 0:
+        start = length - (tl.load(spans + index + 1) - tl.load(spans + index))
     oldest = start - WINDOW + 1
     origin = _origin(oldest, WINDOW, BLOCK_N, SPLIT)
     table = page_table + tl.load(rows + row).to(tl.int64) * table_row
@@ -595,6 +649,14 @@ def attend_split(
     token = member // GROUP
     head = kv_head * GROUP + member % GROUP
     seen = tl.where(token < new, start + token, -1)
+    whole = start + 1
+    own = seen
+    path = seen
+    if WORDS > 0:
+        within = first_token - tl.load(indptr + first_row) + tl.minimum(token, new - 1)
+        own, path = _paths(paths, within.to(tl.int64), start, WORDS)
+        seen = tl.where(token < new, start - 1, -1)
+        whole = start
     dims = tl.arange(0, BLOCK_D)
     inside = (token[:, None] < new) & (dims[None, :] < D)
     token_at = (first_token + token).to(tl.int64)
@@ -611,8 +673,8 @@ def attend_split(
     for unit in range(begin, end):
         first = origin + unit * piece
         part, part_top, part_total = _attend(
-            queries, seen, first, start + 1, tl.minimum(first + piece, length), keys, values, table, kv_head, scale,
-            cap, oldest, KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION, WINDOW, CAP,
+            queries, seen, own, path, start, first, whole, tl.minimum(first + piece, length), keys, values, table,
+            kv_head, scale, cap, oldest, KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION, WINDOW, CAP, WORDS,
         )  # fmt: skip
         cell = ((first_cell + unit) * KV_HEADS + kv_head) * tile + member
         tl.store(parts + cell[:, None] * D + dims[None, :], part, mask=inside)

@@ -19,6 +19,7 @@ from lockstep.host.engine_options import Numerics
 from lockstep.runtime.attention import kernels
 from lockstep.runtime.attention.residency import Machine, machine_of, programs_of
 from lockstep.runtime.attention.rules import LayerRules
+from lockstep.runtime.attention.tree_masks import TreePaths, paths_of
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
 
@@ -121,6 +122,7 @@ class Split:
     items: int  # programs for each KV head, at most
     cells: int  # parts of one KV head, at most
     divided: dict[int, Tensor]  # by window, 0 for none: what `kernels.divide` writes
+    paths: TreePaths | None = None  # of rows with trees
 
 
 def divide_reference(units: NDArray[np.integer], slots: int, most: int) -> tuple[int, NDArray[np.integer]]:
@@ -200,7 +202,9 @@ class TritonAttention:
         self.windows = sorted({rule.window or 0 for rule in self.rules})
         self.extends: Split | None = None
         self.decodes: Split | None = None
-        self._resident: dict[Tiling, int] = {}
+        self.trees: Split | None = None
+        self.paths: TreePaths | None = None  # of the rows with trees; None: the pass has none
+        self._resident: dict[tuple[Tiling, int], int] = {}
 
     def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
         """Divide the positions of rows with few new tokens if that fills the device, with room for their parts.
@@ -209,10 +213,15 @@ class TritonAttention:
         """
         if graph and batch.extend_rows:
             raise ValueError(f"a CUDA graph holds decodes only, got {batch.extend_rows} rows that extend")
-        self.extends = self._split(batch, 0, batch.extend_rows, graph=False)
+        self.paths = None if batch.tree is None else paths_of(batch, self.windows)
+        trees = batch.extend_rows if batch.tree is None else batch.tree.first
+        self.extends = self._split(batch, 0, trees, graph=False)
+        self.trees = None if self.paths is None else self._split(batch, trees, batch.count, self.paths, graph=False)
         self.decodes = self._split(batch, batch.extend_rows, batch.count, graph=graph)
 
-    def _split(self, batch: ForwardBatch, first: int, stop: int, *, graph: bool) -> Split | None:
+    def _split(
+        self, batch: ForwardBatch, first: int, stop: int, paths: TreePaths | None = None, *, graph: bool
+    ) -> Split | None:
         """Launch the division of rows [first:stop); None if a program for each row and KV head is as good."""
         count = stop - first
         lengths = batch.lengths_host[first:stop]
@@ -225,12 +234,15 @@ class TritonAttention:
         if graph:  # replayed with any lengths that fit the page table
             units[:] = -(-batch.page_table.shape[1] * self.pool.page_size // unit)
         total, longest = int(units.sum()), int(units.max())
-        slots = max(1, self.programs_per_sm(tiling) * self.sms // self.pool.kv_heads)
+        words = 0 if paths is None else paths.words
+        slots = max(1, self.programs_per_sm(tiling, words) * self.sms // self.pool.kv_heads)
         if longest == 1 or (not graph and divide_reference(units, slots, ITEMS_PER_ROW_MAX)[0] >= longest):
             return None
         items = min(count + 2 * slots, total)
-        divided = {window: self._divided(batch, first, count, slots, window, graph) for window in self.windows}
-        split = Split(first, count, most_new, tiling, items, total if self.piece else items, divided)
+        # the oldest position that a row with a tree reads is that of the tree, not of the first new token
+        begins, lengths_there = batch.indptr[first:] if paths is None else paths.spans, batch.lengths[first:]
+        divided = {one: self._divided(begins, lengths_there, count, slots, one, graph) for one in self.windows}
+        split = Split(first, count, most_new, tiling, items, total if self.piece else items, divided, paths)
         needed = split.cells * self.heads * most_new * (self.pool.head_dim + 2)
         if self.workspace.numel() < needed:
             self.workspace = torch.empty(needed, dtype=torch.float32, device=self.workspace.device)
@@ -238,7 +250,7 @@ class TritonAttention:
             self.graph_workspaces.append(self.workspace)
         return split
 
-    def _divided(self, batch: ForwardBatch, first: int, count: int, slots: int, window: int, graph: bool) -> Tensor:
+    def _divided(self, begins: Tensor, lengths: Tensor, count: int, slots: int, window: int, graph: bool) -> Tensor:
         """Launch the division of rows for layers with this window; see `kernels.divide`."""
         ints: dict[str, Any] = {"dtype": torch.int32, "device": self.workspace.device}
         kept = self.graph_divisions.get((count, window)) if graph else None
@@ -247,9 +259,9 @@ class TritonAttention:
             self.graph_divisions[count, window] = out
         kernels.divide[(1,)](
             out,
-            batch.indptr,
-            batch.lengths,
-            first,
+            begins,
+            lengths,
+            0,
             count,
             slots,
             ITEMS_PER_ROW_MAX,
@@ -261,24 +273,28 @@ class TritonAttention:
         )
         return out
 
-    def programs_per_sm(self, tiling: Tiling) -> int:
-        """Return how many programs of `attend_split` a multiprocessor runs at once, by the compiled kernels."""
+    def programs_per_sm(self, tiling: Tiling, words: int = 0) -> int:
+        """Return how many programs of `attend_split` a multiprocessor runs at once, by the compiled kernels.
+
+        Args: words: of paths in trees; 0: rows have none.
+        """
         if self.machine is None:
             return PROGRAMS_PER_SM
-        if tiling not in self._resident:
+        if (tiling, words) not in self._resident:
             kinds = {(rule.window, rule.cap is not None): layer for layer, rule in enumerate(self.rules)}
-            compiled = [self.compiled_split(layer, tiling) for layer in kinds.values()]
-            self._resident[tiling] = min(programs_of(kernel, self.machine) for kernel in compiled)
-        return self._resident[tiling]
+            compiled = [self.compiled_split(layer, tiling, words) for layer in kinds.values()]
+            self._resident[tiling, words] = min(programs_of(kernel, self.machine) for kernel in compiled)
+        return self._resident[tiling, words]
 
-    def compiled_split(self, layer: int, tiling: Tiling) -> Any:
+    def compiled_split(self, layer: int, tiling: Tiling, words: int = 0) -> Any:
         """Return `attend_split` as it is compiled for this layer; nothing is launched."""
         pool, dtype = self.pool, self.pool.dtype
         stored, stride = pool.keys[0].dtype, self.heads * pool.head_dim
         tensors = (dtype, stored, stored, *[torch.float32] * 2, *[torch.int32] * 5)
         numbers = (0, 1, self.group, stride, pool.head_dim, 64, 0.125, 1.0)
-        constants = self._constants(layer, dtype, tiling)
-        return kernels.attend_split.warmup(*tensors, *numbers, ROWS=ROWS, grid=(1,), **constants)
+        constants = {**self._constants(layer, dtype, tiling), "WORDS": words}
+        paths = (torch.int64, torch.int32) if words else (None, None)
+        return kernels.attend_split.warmup(*tensors, *numbers, *paths, ROWS=ROWS, grid=(1,), **constants)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         """Write the new keys and values to the pool, then attend; see `AttentionBackend.run`."""
@@ -287,10 +303,15 @@ class TritonAttention:
         self._write(layer, key, value, batch)
         query = query if query.stride(2) == 1 else query.contiguous()
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        trees = batch.extend_rows if self.paths is None else self.paths.first
         if self.extends is not None:
             self._attend_split(layer, query, out, batch, self.extends)
-        elif batch.extend_rows:
-            self._extend(layer, query, out, batch)
+        elif trees:
+            self._extend(layer, query, out, batch, 0, trees)
+        if self.trees is not None:
+            self._attend_split(layer, query, out, batch, self.trees)
+        elif self.paths is not None:
+            self._extend(layer, query, out, batch, trees, batch.count, self.paths)
         if self.decodes is not None:
             self._attend_split(layer, query, out, batch, self.decodes)
         elif batch.extend_rows < batch.count:
@@ -317,27 +338,37 @@ class TritonAttention:
             num_warps=max(1, min(8, block // 256)),
         )
 
-    def _extend(self, layer: int, query: Tensor, out: Tensor, batch: ForwardBatch) -> None:
-        count = batch.extend_rows
-        most_new = int((batch.lengths_host[:count] - batch.starts_host[:count]).max())
+    def _extend(
+        self,
+        layer: int,
+        query: Tensor,
+        out: Tensor,
+        batch: ForwardBatch,
+        first: int,
+        stop: int,
+        paths: TreePaths | None = None,
+    ) -> None:
+        """Attend from the new tokens of rows [first:stop), which have trees if there are paths."""
+        most_new = int((batch.lengths_host[first:stop] - batch.starts_host[first:stop]).max())
         tiling = extend_tiling(self.pool.head_dim, query.dtype, self.group, most_new, self.numerics, self.warpgroups)
-        grid = (-(-most_new * self.group // tiling.BLOCK_M), self.pool.kv_heads, count)
+        grid = (-(-most_new * self.group // tiling.BLOCK_M), self.pool.kv_heads, stop - first)
         view = self.pool.view(layer, batch)
+        of_rows = (view.rows, batch.indptr, batch.lengths)
         kernels.extend[grid](
             query,
             self.pool.keys[layer],
             self.pool.values[layer],
             out,
             view.page_table,
-            view.rows,
-            batch.indptr,
-            batch.lengths,
+            *((one[first:] for one in of_rows) if first else of_rows),
             *query.stride()[:2],
             view.page_table.stride(0),
             *self._scales(layer),
             *self._bounds(layer),
+            *self._paths(layer, paths),
             FP8=self.pool.fp8,
             SINKS=self.rules[layer].sinks is not None,
+            WORDS=0 if paths is None else paths.words,
             **self._constants(layer, query.dtype, tiling),
         )
 
@@ -392,7 +423,9 @@ class TritonAttention:
             view.page_table.stride(0),
             scale,
             cap,
+            *self._paths(layer, split.paths),
             ROWS=ROWS,
+            WORDS=0 if split.paths is None else split.paths.words,
             **self._constants(layer, query.dtype, split.tiling),
         )
         kernels.merge[self.pool.kv_heads * tile, split.count](
@@ -427,6 +460,10 @@ class TritonAttention:
         rule = self.rules[layer]
         cap = 1.0 if rule.cap is None else rule.cap * LOG2_E
         return cap, self.workspace if rule.sinks is None else rule.sinks
+
+    def _paths(self, layer: int, paths: TreePaths | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return the paths of trees that a layer's window leaves, and the slots that they read; without trees, None."""
+        return (None, None) if paths is None else (paths.by_window[self.rules[layer].window or 0], paths.spans)
 
     def _constants(
         self, layer: int, dtype: torch.dtype, tiling: Tiling, *, decode: bool = False
