@@ -22,7 +22,6 @@ from torch import Tensor
 from lockstep.core.contract.commands import RowTaken
 from lockstep.core.contract.config import Multiplexing, SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.events import SamplingParams
 from lockstep.core.contract.hybrid_memory import HybridMemory
 from lockstep.host import whole_prompts
 from lockstep.host.batches import Int32s, RowContext
@@ -37,7 +36,7 @@ from lockstep.runtime.blocks import DeviceBlocks, check_blocks, with_threshold
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.draft_sources import Draft, check_trees, draft_of, takes_media
-from lockstep.runtime.drafting import Drafter, DraftingRows, NgramDrafter
+from lockstep.runtime.drafting import Drafter, NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RowSampler, RunnableModel
 from lockstep.runtime.expert_load import counter_for
 from lockstep.runtime.expert_moves import with_placing
@@ -83,24 +82,12 @@ from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.tiers.page_parts import parts_of
 from lockstep.runtime.transfer.rank import RankPages, parts_in
 from lockstep.runtime.transfer.transports import check_transport
+from lockstep.runtime.trial_draws import draw_once, seek_once
 from lockstep.runtime.two_batch import InHalves, check_two_batch
 
 log = logging.getLogger("lockstep.runtime")
 
 NARROW_BYTES = 64 * MIB  # of weights, from which on a CPU reads them in bfloat16 by itself
-
-DEAREST_SAMPLING = SamplingParams(
-    temperature=1.0,
-    seed=1,
-    top_p=0.9,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    frequency_penalty=0.1,
-    logit_bias=((0, 1.0),),
-    allowed_token_ids=(0,),
-    top_logprobs=1,
-)
-"""Parameters that use every step of sampling; a draw with them takes the most device memory."""
 
 
 class TableSampler:
@@ -891,7 +878,7 @@ def _run_once(
     """
     device = model.device
     if drafts:
-        _seek_once(samples, context, page_size, drafts, device)
+        seek_once(samples, context, page_size, drafts, device)
         samples *= 1 + drafts
     pool = make_pool(model, 1, page_size)
     there = [kernels.attention(pool, model, graph_rows=kernels.graph_rows) for _ in range(backends)]
@@ -920,38 +907,7 @@ def _run_once(
         attention.plan(batch)
         hidden = model.forward(batch, attention)
         if model.settings.generates and model.stage.is_last:
-            _draw_once(model.logits(hidden.index_select(0, batch.logits_at)))
-
-
-def _seek_once(rows: int, context: int, page_size: int, drafts: int, device: torch.device) -> None:
-    """Draft once for `rows` rows at the end of the context, all in one page, to measure the drafter's memory."""
-    table = torch.zeros((rows, -(-context // page_size)), dtype=torch.int32, device=device)
-    stands = torch.full((rows,), context - 1, dtype=torch.int64, device=device)
-    with torch.inference_mode():
-        NgramDrafter(page_size, page_size, device).draft(
-            DraftingRows(
-                rows=torch.arange(rows, device=device),
-                stands=stands,
-                newest=stands,
-                page_table=table,
-                drafts=np.full(rows, drafts, np.int32),
-                reach=stands,
-                stands_host=np.full(rows, context - 1, np.int32),
-            )
-        )
-
-
-def _draw_once(logits: Tensor) -> None:
-    """Draw for `logits` with every sampling step.
-
-    Penalties count by token id, and logprobs need a second copy of the logits.
-    """
-    count, vocab = logits.shape
-    table = SamplingTable(count, vocab, logits.device)
-    for row in range(count):
-        table.take_row(row, DEAREST_SAMPLING, logprobs=True)
-    rows = torch.arange(count, dtype=torch.int32, device=logits.device)
-    Sampler(table).sample(logits, rows, rows.long(), np.arange(count, dtype=np.int32))
+            draw_once(model.logits(hidden.index_select(0, batch.logits_at)))
 
 
 def choose_device(name: str) -> torch.device:
