@@ -58,6 +58,7 @@ from lockstep.runtime.lora.batch import lay_out
 from lockstep.runtime.media import DeviceMedia
 from lockstep.runtime.multiplexing import LayerParts
 from lockstep.runtime.overlap import POLL_S, Download, StreamLane
+from lockstep.runtime.pieces import PieceGraphs
 from lockstep.runtime.plan_checks import IDLE, refuse_blocks, refuse_unknown
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
@@ -185,6 +186,7 @@ class RunnableModel:
 
     Args:
         graphs: prepared; decodes that they hold are replayed.
+        pieces: prepared; other passes that they hold run in pieces.
         split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
         links: to the other pipeline stages; None: there is one stage.
         ranks: data-parallel ranks that run every pass together; 1: plans that name ranks are refused.
@@ -210,6 +212,7 @@ class RunnableModel:
     halves: InHalves | None = None
     layers: LayerParts | None = None
     blocks: DeviceBlocks | None = None
+    pieces: PieceGraphs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +256,7 @@ class Executor:
         self.graphs, self.split, self.states = runnable.graphs, runnable.split, runnable.states
         self.media, self.loads, self.halves = runnable.media, runnable.loads, runnable.halves
         self.links, self.ranks, self.rank = runnable.links, runnable.ranks, runnable.rank
-        self.layers, self.blocks = runnable.layers, runnable.blocks
+        self.layers, self.blocks, self.pieces = runnable.layers, runnable.blocks, runnable.pieces
         self.samples = self.links is None or self.links.stage.is_last  # whether this stage draws the tokens
         self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
         self.pooling, self.drafter, self.jumps = pooling or Pooling(), ahead.drafter, ahead.jumps
@@ -520,6 +523,8 @@ class Executor:
         elif halves is not None and launched.plan.halves is not None:
             assert batch is not None
             hidden = halves.forward(batch, launched.plan.halves, one.adapter_slots)
+        elif batch is not None and self.pieces is not None and self.pieces.holds(batch):
+            hidden = self.pieces.run(batch)
         else:
             assert batch is not None
             self.attention.plan(batch)
@@ -837,7 +842,7 @@ class Executor:
         for i in pooled.tolist():
             if self._kinds[rows[i]] == "embed":
                 if self.pooling.mode == "last":
-                    vector = hidden[int(indptr[i + 1]) - 1].to(torch.float32)
+                    vector = hidden[int(indptr[i + 1]) - 1].to(torch.float32, copy=True)
                 else:
                     vector = self._sums.pop(rows[i]) / (int(one.stops[i]) if self.pooling.mode == "mean" else 1)
                 if self.pooling.normalize:
