@@ -27,6 +27,7 @@ SECTIONS = {  # in order of value, with the most seconds each may take
     "engine": 130.0,
     "decode": 100.0,
     "bubbles": 90.0,
+    "pieces": 40.0,
     "quantized": 40.0,
     "tables": 50.0,
     "start": 50.0,

@@ -21,6 +21,7 @@ from lockstep.runtime.graphs import EagerGraphs, check_graph_mode  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from lockstep.runtime.lora.batch import HIGH_TILE, LOW_TILE, FixedLayout, lay_out  # noqa: E402
 from lockstep.runtime.pieces import EagerPieces, PieceGraphs, piece_sizes  # noqa: E402
+from tests.runtime.test_drafting import accepted_counts  # noqa: E402
 from tests.runtime.test_host import RETRACTING, SETTINGS, random_requests  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
 from tests.support.heads import saved_head  # noqa: E402
@@ -34,6 +35,7 @@ EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 STIRRED: dict[str, Any] = {"batching": "mixed", "retract_every": 5, "chunked_prefill_size": 8}
 NGRAMS: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": 3}
+TREES: dict[str, Any] = {"speculative_method": "eagle", "speculative_topk": 3, "num_speculative_tokens": 7}
 
 
 def test_sizes_are_powers_of_two_then_steps() -> None:
@@ -67,9 +69,9 @@ def test_every_request_is_answered_as_if_it_were_alone(name: str) -> None:
 @pytest.mark.parametrize("drafter", [Foreseeing, ForeseeingTree])
 def test_drafts_are_verified_in_pieces(depth: int, drafter: Any) -> None:
     """Positions of verifying rows are on the device only; of trees, slots are not those of positions."""
-    trees = {"speculative_topk": 2, "speculative_num_steps": 2} if drafter is ForeseeingTree else {}
+    trees: dict[str, Any] = TREES if drafter is ForeseeingTree else {}
     runtime = SmallRuntime(
-        pieces=EagerPieces(), drafter=drafter, overlap_depth=depth, canary=not trees, **NGRAMS, **trees
+        pieces=EagerPieces(), drafter=drafter, overlap_depth=depth, canary=not trees, **{**NGRAMS, **trees}
     )
     requests = random_requests(depth, 10)
     answers = [runtime.submit(prompt, count) for prompt, count in requests]
@@ -77,7 +79,7 @@ def test_drafts_are_verified_in_pieces(depth: int, drafter: Any) -> None:
     assert [answer.tokens for answer in answers] == [alone(*one) for one in requests]
     assert runtime.executor.pieces is not None
     assert runtime.executor.pieces.replays == runtime.executor.forwards
-    assert runtime.engine.stats().drafts.accepted > 10
+    assert max(accepted_counts(runtime)) > 1
 
 
 def test_larger_passes_run_whole() -> None:
