@@ -190,7 +190,7 @@ class CapturedPieces:
 
     def _cut(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._pieces[-1].capture_end()
-        read = tuple(borrowed(one) for one in (query, key, value))
+        read = borrowed(query), borrowed(key), borrowed(value)
         self._begin()
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         self._calls.append(RecordedCall(layer, *read, borrowed(out)))
