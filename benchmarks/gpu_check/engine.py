@@ -72,6 +72,8 @@ def variants(section: Section) -> Iterator[Variant]:
             yield Variant(f"reference, graphs {graphs}, overlap {depth}", options=options)
         several = {"attention_backend": "reference", "cuda_graphs": "eager", "decode_steps_per_launch": 4}
         yield Variant("reference, four steps a launch", options=several)
+        for name, options in in_pieces("reference", "eager").items():
+            yield Variant(name, options=options)
         yield Variant("reference, no launch may wait", options={"attention_backend": "reference"}, watched=True)
         yield Variant("reference, trees of a head", options={"attention_backend": "reference", **trees(section)})
         return
@@ -98,6 +100,9 @@ def variants(section: Section) -> Iterator[Variant]:
     yield Variant(
         "triton float32, mixed, retractions, every KV slot verified", options={**stirred, "attention_backend": "triton"}
     )
+    for backend in ("triton", "flashinfer"):
+        for name, options in in_pieces(backend, "on").items():
+            yield Variant(f"{name}, bfloat16", "bfloat16", options)
     if torch.cuda.device_count() > 1:
         for graphs in ("on", "off"):
             two: dict[str, Any] = {"tp": 2, "attention_backend": "triton", "cuda_graphs": graphs}
@@ -106,6 +111,16 @@ def variants(section: Section) -> Iterator[Variant]:
             stages: dict[str, Any] = {"pp": 2, "attention_backend": "triton", "overlap_depth": depth}
             yield Variant(f"triton float32, two stages, overlap {depth}", options=stages)
     yield Variant("triton bfloat16, invariant", "bfloat16", {"attention_backend": "triton", "numerics": "invariant"})
+
+
+def in_pieces(backend: str, graphs: str) -> dict[str, dict[str, Any]]:
+    """Engines whose extends, mixed passes and verifications run in pieces of graphs, by name; and one whose do not."""
+    usual = {"attention_backend": backend, "cuda_graphs": graphs, "chunked_prefill_size": 64}
+    return {
+        f"{backend}, mixed passes in pieces": {**usual, "batching": "mixed"},
+        f"{backend}, drafts in pieces": {**usual, "speculative_method": "ngram", "num_speculative_tokens": 3},
+        f"{backend}, no pieces": {**usual, "batching": "mixed", "piecewise_graph_max_tokens": 0},
+    }
 
 
 def run(section: Section) -> None:
@@ -271,6 +286,7 @@ def answers(
         if isinstance(executor, LeadExecutor):
             executor = executor.executor
         graphs = executor.graphs if isinstance(executor, Executor) else None
+        pieces = executor.pieces if isinstance(executor, Executor) else None
     if variant.watched:
         told, sampled = told[: len(prompts)], told[len(prompts) :]
         failed = sorted({one.error for one in sampled if one.error})
@@ -283,12 +299,16 @@ def answers(
         bool(replayed.steps),
         f"{replayed.steps} steps replay, digest {replayed.digest.hex()}",
     )
-    if options["cuda_graphs" if "cuda_graphs" in options else "pages"] in ("on", "eager"):
+    drafts = "speculative_method" in options  # which leave no pass of decodes
+    if options["cuda_graphs" if "cuda_graphs" in options else "pages"] in ("on", "eager") and not drafts:
         section.check(
             f"graphs: {variant.name}",
             graphs is not None and graphs.replays > 0,
             f"{graphs.replays if graphs else 0} replays",
         )
+    if "in pieces" in variant.name:
+        replays = 0 if pieces is None else pieces.replays
+        section.check(f"pieces: {variant.name}", replays > 0, f"{replays} passes")
     return [one.token_ids for one in told], model
 
 

@@ -25,6 +25,7 @@ def _page(report: Found) -> Iterator[str]:
     yield from _breakdown(figures.get("decode", {}))
     yield from _attention(figures.get("decode", {}))
     yield from _bubbles(figures.get("bubbles", {}))
+    yield from _pieces(figures.get("pieces", {}))
     yield from _quantized(figures.get("quantized", {}))
     yield from _start(figures.get("start", {}))
     yield from _peer(figures.get("peer", {}))
@@ -204,6 +205,18 @@ def _bubbles(bubbles: Found) -> Iterator[str]:
     yield "CPU of the host's loop, microseconds per batch (`fold` has what the engine takes, and launches, in it):"
     yield ""
     yield from _table(("requests", "", *parts), host)
+
+
+def _pieces(pieces: Found) -> Iterator[str]:
+    rows = [
+        (name, int(tokens), one["whole_us"], one["pieces_us"], one["whole_cpu_us"], one["pieces_cpu_us"])
+        for name, by_tokens in pieces.get("passes", {}).items()
+        for tokens, one in by_tokens.items()
+    ]
+    if rows:
+        yield "## Passes in pieces of CUDA graphs"
+        yield ""
+        yield from _table(("attention", "tokens", "whole, us", "pieces, us", "CPU, whole", "CPU, pieces"), rows)
 
 
 def _quantized(found: Found) -> Iterator[str]:

@@ -23,7 +23,7 @@ from tests.support.small_llm import write_weights  # noqa: E402
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 SIZES: dict[str, Any] = {
     "pages": 64, "page_size": 16, "max_running_requests": 4, "context_tokens_max": 256, "cuda_graph_max_batch": 2,
-    "dtype": "float32", "warm_up": False, "device": str(DEVICE),
+    "dtype": "float32", "warm_up": False, "device": str(DEVICE), "piecewise_graph_max_tokens": 8,
 }  # fmt: skip
 
 

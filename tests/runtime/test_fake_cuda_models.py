@@ -27,7 +27,7 @@ from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 GPU: dict[str, Any] = {
     "pages": 64, "page_size": 16, "max_running_requests": 4, "context_tokens_max": 112, "grammar_backend": "none",
-    "warm_up": False, "device": "cuda:1",
+    "warm_up": False, "device": "cuda:1", "piecewise_graph_max_tokens": 8,
 }  # fmt: skip
 BLOCKS: dict[str, Any] = {
     **SMALL_QWEN3, "architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 4, "mask_token_id": 299,

@@ -32,7 +32,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 SIZES: dict[str, Any] = {
     "pages": 64, "page_size": 16, "max_running_requests": 4, "context_tokens_max": 128, "grammar_backend": "none",
 }  # fmt: skip
-GPU: dict[str, Any] = {**SIZES, "cuda_graph_max_batch": 2, "warm_up": False, "device": str(DEVICE)}
+GPU: dict[str, Any] = {
+    **SIZES, "cuda_graph_max_batch": 2, "piecewise_graph_max_tokens": 8, "warm_up": False, "device": str(DEVICE),
+}  # fmt: skip
+OFF: dict[str, Any] = {"cuda_graphs": "off", "cuda_graph_max_batch": None, "piecewise_graph_max_tokens": None}
 PROMPTS = [[5, 6, 7, 8, 5, 6], [9, 10, 11]]
 FOUR = Params(max_new_tokens=4, ignore_eos=True)
 
@@ -90,7 +93,7 @@ def test_an_engine_over_flashinfer_draws_the_tokens_of_a_cpu(
 MODES: dict[str, dict[str, Any]] = {
     "invariant": {"numerics": "invariant"},
     "kv in fp8": {"kv_cache_dtype": "fp8_e4m3"},
-    "no graphs": {"cuda_graphs": "off", "cuda_graph_max_batch": None},
+    "no graphs": OFF,
     "host memory": {"host_cache_gb": 0.001},
     "drafts": {
         "draft_model": str(demo_folder()),
@@ -159,7 +162,7 @@ def test_the_right_paths_of_trees_are_found_without_a_wait(gpu: FakeCuda) -> Non
 
 def test_weights_leave_the_device_and_come_back(gpu: FakeCuda) -> None:
     """Without graphs their memory may be anywhere afterwards; with graphs a release is refused."""
-    with LLM(demo_folder(), **{**GPU, "cuda_graph_max_batch": None}, cuda_graphs="off", dtype="float32") as llm:
+    with LLM(demo_folder(), dtype="float32", **{**GPU, **OFF}) as llm:
         before = [one.cpu().clone() for one in llm.model.parameters()]
         llm.release_memory()
         assert all(one.untyped_storage().nbytes() == 0 for one in llm.model.parameters())
@@ -207,7 +210,7 @@ def test_a_capture_that_fails_is_one_error_with_the_memory_of_the_device(
 
     monkeypatch.setattr(Decoder, "forward", waits)
     with pytest.raises(ConfigError) as caught:
-        LLM(demo_folder(), dtype="float32", **GPU)
+        LLM(demo_folder(), dtype="float32", **{**GPU, "piecewise_graph_max_tokens": 0})
     assert str(caught.value).startswith(
         "the CUDA graph of 2 rows could not be captured (0 of 2 were, up to 2 rows); 79,872 of 81,920 MiB of cuda:0 "
         "are free: RuntimeError: operation not permitted when stream is capturing"

@@ -186,7 +186,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 SIZES: dict[str, Any] = {
     "pages": 64, "page_size": 16, "max_running_requests": 4, "context_tokens_max": 256, "cuda_graph_max_batch": 2,
-    "dtype": "float32", "warm_up": False, "device": "cuda:0",
+    "dtype": "float32", "warm_up": False, "device": "cuda:0", "piecewise_graph_max_tokens": 8,
 }  # fmt: skip
 PROMPTS, PARAMS = [[5, 6, 7, 8, 5, 6], [9, 10, 11]], Params(max_new_tokens=4, ignore_eos=True)
 

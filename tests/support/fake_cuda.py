@@ -141,6 +141,7 @@ class Capture:
     """Operations of a CUDA graph."""
 
     operations: list[Callable[[], None]] = field(default_factory=list)
+    memory: list[Any] = field(default_factory=list)  # that no operation has written; the pool of a graph keeps it
 
 
 class ThreadState(threading.local):
@@ -232,7 +233,9 @@ class FakeCuda(TorchDispatchMode):
             result = tree_map(pool.placed, result)
         if func.overloadpacket in EMPTY and not self.interpret:
             result.zero_()  # no kernel writes it
-        if self.capturing is not None and to_device and func.overloadpacket not in EMPTY:  # a replay allocates nothing
+        if self.capturing is not None and to_device and func.overloadpacket in EMPTY:  # a replay allocates nothing
+            self.capturing.memory.append(result)
+        elif self.capturing is not None and to_device:
             self._record(func, given, named, result)
         if pinned:
             for one in tree_flatten(result)[0]:
@@ -376,13 +379,11 @@ class FakeCuda(TorchDispatchMode):
 
         @contextmanager
         def graph(made: Graph, **_: Any) -> Iterator[None]:
-            if self.stream_of() is self._defaults[here.device]:
-                raise RuntimeError("CUDA graphs must be captured on a non-default stream")
-            here.capturing = made.capture
+            made.capture_begin()
             try:
                 yield
             finally:
-                here.capturing = None
+                made.capture_end()
 
         @contextmanager
         def pooled(pool: Pool, device: Any = None) -> Iterator[None]:
@@ -447,7 +448,15 @@ class FakeCuda(TorchDispatchMode):
                 return there
             return there.to(torch.device("cuda", self.numbered(device)))
 
+        viewed_as = torch.as_tensor
+
+        def as_tensor(data: Any, *, device: Any = None, **options: Any) -> Any:
+            if not hasattr(data, "__cuda_array_interface__"):
+                return viewed_as(data, device=device, **options)
+            return OnDevice(over_address(data.__cuda_array_interface__), torch.device("cuda", self.numbered(device)))
+
         self._patches.enter_context(mock.patch.object(torch, "tensor", tensor))
+        self._patches.enter_context(mock.patch.object(torch, "as_tensor", as_tensor))
         plain = threading.Thread.run
 
         def in_thread(thread: threading.Thread) -> None:  # a dispatch mode is one of its thread
@@ -578,6 +587,21 @@ class Graph:
     def __init__(self, gpu: FakeCuda) -> None:
         self.gpu, self.capture = gpu, Capture()
 
+    def capture_begin(self, **_: Any) -> None:
+        """Record the operations of this thread from now on. Raises RuntimeError on the default stream."""
+        here = self.gpu._here
+        if self.gpu.stream_of() is self.gpu._defaults[here.device]:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        if here.capturing is not None:
+            raise RuntimeError("operation not permitted when stream is capturing: a second capture begins")
+        here.capturing = self.capture
+
+    def capture_end(self) -> None:
+        """Record no more. Raises RuntimeError if nothing was captured here."""
+        if self.gpu._here.capturing is not self.capture:
+            raise RuntimeError("operation failed: the stream does not capture this graph")
+        self.gpu._here.capturing = None
+
     def replay(self) -> None:
         """Run the captured operations again, on the same memory."""
         with torch._C._DisableTorchDispatch():
@@ -657,6 +681,16 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
 def inner_of(one: Any) -> Any:
     """Return the memory of a tensor of the device; anything else as it is."""
     return one.inner if isinstance(one, OnDevice) else one
+
+
+def over_address(described: dict[str, Any]) -> Tensor:
+    """Return a tensor of the CPU over memory that a `__cuda_array_interface__` describes, without owning it."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[int(described["typestr"][2:])]
+    address, _ = described["data"]
+    strides = [stride // kind.itemsize for stride in described["strides"]]
+    ends = [(size - 1) * stride for size, stride in zip(described["shape"], strides, strict=True)]
+    memory = (ctypes.c_ubyte * ((sum(ends) + 1) * kind.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=kind).as_strided(described["shape"], strides)
 
 
 def line_of_runtime() -> str:

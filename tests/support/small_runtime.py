@@ -40,6 +40,7 @@ from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs, Recorder
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.overlap import CpuLane, WhenToRun
+from lockstep.runtime.pieces import PieceGraphs, PieceRecorder
 from lockstep.runtime.sampling import Sampled
 from lockstep.runtime.tables import DeviceTables
 
@@ -286,6 +287,8 @@ class SmallRuntime:
         check: bool = True,
         graphs: Recorder | None = None,
         graph_sizes: Sequence[int] = (1, 2, 4, 8),
+        pieces: PieceRecorder | None = None,
+        piece_sizes: Sequence[int] = (4, 8, 16, 32),
         requests: RequestServices = NO_REQUEST_SERVICES,
         device: DeviceServices = NO_DEVICE_SERVICES,
         drafter: type[NgramDrafter] = NgramDrafter,
@@ -303,6 +306,8 @@ class SmallRuntime:
             graphs=graphs,
             graph_sizes=graph_sizes,
             drafter=drafter,
+            pieces=pieces,
+            piece_sizes=piece_sizes,
         )
         self.model: SumModel = self.executor.model  # type: ignore[assignment]
         self.steps: list[tuple[ObservedEvent, Step]] = []
@@ -359,8 +364,14 @@ def make_executor(
     graphs: Recorder | None = None,
     graph_sizes: Sequence[int] = (1, 2, 4, 8),
     drafter: type[NgramDrafter] = NgramDrafter,
+    pieces: PieceRecorder | None = None,
+    piece_sizes: Sequence[int] = (4, 8, 16, 32),
 ) -> Executor:
-    """The executor over the small model. With `graphs` its decodes are padded to `graph_sizes` rows and recorded."""
+    """The executor over the small model.
+
+    With `graphs` its decodes are padded to `graph_sizes` rows and recorded, with `pieces` other passes to `piece_sizes`
+    tokens.
+    """
     pool = KvPool(1, config.pages, config.page_size, 1, 1, torch.float64, CPU)
     context = config.context_tokens_max if graphs is not None else None
     tables = DeviceTables(
@@ -379,9 +390,13 @@ def make_executor(
     if graphs is not None:
         decodes = DecodeGraphs(model, attention, tables, graph_sizes, graphs)
         decodes.prepare(lane)
+    cut = None
+    if pieces is not None:
+        cut = PieceGraphs(model, attention, piece_sizes, pieces, lane.upload)
+        cut.prepare(lane)
     drafts = drafter((config.pages + 1) * config.page_size, config.page_size, CPU) if config.speculates else None
     return Executor(
-        RunnableModel(model, attention, decodes),
+        RunnableModel(model, attention, decodes, pieces=cut),
         GreedySampler(),
         tables,
         lane,

@@ -81,6 +81,7 @@ OF_ENGINE = (
         "cuda_graphs",
     ),
     "cuda_graph_max_batch",
+    "piecewise_graph_max_tokens",
 )
 """Options of an engine with a model (`lockstep.host.engine_options`) that plans of a journal run with."""
 

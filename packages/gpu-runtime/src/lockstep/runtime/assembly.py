@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,12 +22,11 @@ from torch import Tensor
 from lockstep.core.contract.commands import RowTaken
 from lockstep.core.contract.config import Multiplexing, SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.events import SamplingParams
 from lockstep.core.contract.hybrid_memory import HybridMemory
 from lockstep.host import whole_prompts
 from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.block_settings import block_settings
-from lockstep.host.engine_options import GraphMode, Numerics
+from lockstep.host.engine_options import Numerics
 from lockstep.host.loop import HostClock
 from lockstep.host.page_store import open_store
 from lockstep.host.tier_options import cache_tiers
@@ -36,8 +35,8 @@ from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.blocks import DeviceBlocks, check_blocks, with_threshold
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
-from lockstep.runtime.draft_sources import Draft, check_trees, draft_of, takes_media
-from lockstep.runtime.drafting import Drafter, DraftingRows, NgramDrafter
+from lockstep.runtime.draft_sources import Draft, check_trees, draft_of, takes_media, taps_of
+from lockstep.runtime.drafting import Drafter, NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RowSampler, RunnableModel
 from lockstep.runtime.expert_load import counter_for
 from lockstep.runtime.expert_moves import with_placing
@@ -47,6 +46,7 @@ from lockstep.runtime.graphs import (
     CudaGraphs,
     DecodeGraphs,
     EagerGraphs,
+    GraphOptions,
     expected_bytes,
     graph_sizes,
 )
@@ -63,6 +63,7 @@ from lockstep.runtime.models.packed import pack_matrices, packed_bytes
 from lockstep.runtime.models.stage import ExpertSplit
 from lockstep.runtime.multiplexing import LayerParts, multiplexing_of
 from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
+from lockstep.runtime.pieces import TOKENS_MAX, make_pieces, piece_sizes
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.processor import multiplies_bfloat16
 from lockstep.runtime.quantized.fp8_format import FP8
@@ -83,24 +84,12 @@ from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.tiers.page_parts import parts_of
 from lockstep.runtime.transfer.rank import RankPages, parts_in
 from lockstep.runtime.transfer.transports import check_transport
+from lockstep.runtime.trial_draws import draw_once, seek_once
 from lockstep.runtime.two_batch import InHalves, check_two_batch
 
 log = logging.getLogger("lockstep.runtime")
 
 NARROW_BYTES = 64 * MIB  # of weights, from which on a CPU reads them in bfloat16 by itself
-
-DEAREST_SAMPLING = SamplingParams(
-    temperature=1.0,
-    seed=1,
-    top_p=0.9,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    frequency_penalty=0.1,
-    logit_bias=((0, 1.0),),
-    allowed_token_ids=(0,),
-    top_logprobs=1,
-)
-"""Parameters that use every step of sampling; a draw with them takes the most device memory."""
 
 
 class TableSampler:
@@ -222,17 +211,20 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
-    mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
+    mode = settings.cuda_graphs
     links, experts = None if ranks is None else ranks.links, _experts_of(settings)
     if links is not None or (ranks is not None and ranks.parallel().shared is not None):
         mode = "off"  # graphs read neither what other stages send nor the rows of other ranks
-    if settings.swa_full_tokens_ratio is not None:
-        if mode in ("on", "eager"):
-            raise ConfigError(
-                f"`cuda_graphs` is {mode}, but with `swa_full_tokens_ratio` layers with windows have pages of their "
-                "own, which graphs do not follow\nhint: leave one of the two out"
-            )
-        mode = "off"
+    pooled_windows = settings.swa_full_tokens_ratio is not None
+    if pooled_windows and mode in ("on", "eager") and settings.piecewise_graph_max_tokens == 0:
+        raise ConfigError(
+            f"`cuda_graphs` is {mode} and `piecewise_graph_max_tokens` 0, but with `swa_full_tokens_ratio` layers with "
+            "windows have pages of their own, which graphs of whole decodes do not follow\nhint: leave one of the "
+            "three out"
+        )
+    graphs = GraphOptions(
+        mode, settings.cuda_graph_max_batch, settings.piecewise_graph_max_tokens, decodes=not pooled_windows
+    )
     saver = MemorySaver(device) if settings.memory_saver else None
     few = "a smaller model, a narrower dtype, or a GPU with less on it"
     with explained("the weights", device, few), placed(saver, "weights"):
@@ -267,7 +259,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             f"`cuda_graphs` is {mode}, but layers of {model.settings.architecture} keep states, whose slots graphs do "
             "not follow\nhint: auto, or off"
         )
-    pick = partial(_kernels, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
+    pick = partial(_kernels, model, settings.attention_backend, settings.numerics, graphs)
     shares = PoolShares(
         settings.swa_full_tokens_ratio,
         settings.mamba_full_memory_ratio,
@@ -413,11 +405,14 @@ class PassKernels:
         backend: of attention.
         graph_sizes: numbers of rows, ascending, up to which decodes are padded, and for which graphs are captured on a
             GPU; empty: no graphs.
+        piece_sizes: numbers of tokens, ascending, up to which other passes are padded and run in pieces; empty: no
+            pass runs in pieces.
     """
 
     backend: str = "reference"
     numerics: Numerics = "fast"
     graph_sizes: tuple[int, ...] = ()
+    piece_sizes: tuple[int, ...] = ()
 
     @property
     def graph_rows(self) -> int:
@@ -468,7 +463,8 @@ def make_executor(
     rest = explained(
         "tables, workspace and graphs beside the pool",
         device,
-        "a smaller mem_fraction or max_running_requests, or fewer `pages` or graphs (cuda_graph_max_batch)",
+        "a smaller mem_fraction or max_running_requests, or fewer `pages` or graphs (cuda_graph_max_batch, "
+        "piecewise_graph_max_tokens)",
     )
     with lane.stream(), rest:  # memory is freed to the stream on which it was allocated
         what = f"{config.pages:,} KV pages of {page_bytes_of(model, config.page_size):,} bytes"
@@ -536,11 +532,12 @@ def make_executor(
         media = None
         if (model.media_encoder is not None or model.embedding_size) and takes_media(draft) and not config.hands_over:
             media = DeviceMedia(model.media_encoder, lane, config.rows_max)
-        rows = largest_pass_tokens(config) + config.rows_max * (1 + config.beside_newest_max)
-        loads = counter_for(model, config, rows)
+        loads = counter_for(model, config, most_pass_tokens(config))
+        recorder = CudaGraphs() if gpu and (graph_sizes or kernels.piece_sizes) else EagerGraphs()
+        pieces = make_pieces(model, attention, kernels.piece_sizes, recorder, lane, taps_of(draft))
         graphs = None
         if graph_sizes:
-            graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
+            graphs = DecodeGraphs(model, attention, tables, graph_sizes, recorder)
             graphs.prepare(lane)
             log.info(
                 "%d graphs for decodes of up to %d rows, %.0f MiB",
@@ -563,6 +560,7 @@ def make_executor(
                 halves=halves,
                 layers=LayerParts(model.settings.layers) if config.multiplexes else None,
                 blocks=blocks,
+                pieces=pieces,
             ),
             sampler,
             tables,
@@ -678,11 +676,11 @@ def _kernels(
     model: LanguageModel,
     requested: str,
     numerics: Numerics,
-    mode: GraphMode,
-    graph_rows_max: int | None,
+    graphs: GraphOptions,
     config: SchedConfig,
 ) -> PassKernels:
     """Choose the kernels: a backend that can run in graphs, if they are enabled and possible, and sizes of graphs."""
+    mode, tokens_max = graphs.mode, graphs.piece_tokens_max
     needs = Needs(
         model.device,
         model.dtype,
@@ -694,9 +692,11 @@ def _kernels(
         special=names_of(model.rules),
         trees=config.drafts_trees,
     )
-    sizes = graph_sizes(min(ROWS_MAX if graph_rows_max is None else graph_rows_max, config.max_running_requests))
+    rows_max = min(ROWS_MAX if graphs.rows_max is None else graphs.rows_max, config.max_running_requests)
+    sizes = graph_sizes(rows_max) if graphs.decodes else ()
+    pieces = piece_sizes(min(TOKENS_MAX if tokens_max is None else tokens_max, most_pass_tokens(config)))
     if mode == "eager":
-        return PassKernels(choose(requested, needs).name, numerics, sizes)
+        return PassKernels(choose(requested, needs).name, numerics, sizes, pieces)
     if mode == "off" or model.device.type != "cuda":
         return PassKernels(choose(requested, needs).name, numerics)
     if (why := model.uncapturable_because) and mode == "on":
@@ -705,7 +705,7 @@ def _kernels(
         log.info("no CUDA graphs: %s", why)
         return PassKernels(choose(requested, needs).name, numerics)
     try:
-        return PassKernels(choose(requested, replace(needs, graphs=True)).name, numerics, sizes)
+        return PassKernels(choose(requested, replace(needs, graphs=True)).name, numerics, sizes, pieces)
     except ConfigError as error:
         if mode == "on":
             raise
@@ -802,7 +802,8 @@ def _sized(
     kernels = pick(without_pages)
     if ranks is not None:
         rounded = f", rows in fp8, {model.activations}" if model.activations else ""
-        ranks.compare(f"{kernels.backend} with {len(kernels.graph_sizes)} graphs{rounded}")
+        cut = f", {len(kernels.piece_sizes)} sizes of pieces" if kernels.piece_sizes else ""
+        ranks.compare(f"{kernels.backend} with {len(kernels.graph_sizes)} graphs{cut}{rounded}")
     encoder_bytes = 0
     if model.media_encoder is not None:
         encoder_bytes = model.media_encoder.token_bytes * (without_pages.encoder_cache_tokens or 0)
@@ -827,7 +828,7 @@ def _sized(
             without_pages.beside_newest_max,
             2 if without_pages.splits_batches else 1,
         ),
-        graphs=lambda: _graph_bytes(model, kernels, page_size, context),
+        graphs=lambda: _graph_bytes(model, kernels, page_size, context, taps_of(draft)),
         pages_least=-(-context // page_size),
         pages=without_pages.pages if "pages" in given else None,
     )
@@ -860,15 +861,27 @@ def largest_pass_tokens(config: SchedConfig) -> int:
     return min(chunk, config.max_prefill_tokens)
 
 
-def _graph_bytes(model: LanguageModel, kernels: PassKernels, page_size: int, context: int) -> int:
-    """Estimate the bytes of the graphs: capture the two largest over a pool of one page."""
-    sizes = kernels.graph_sizes
-    if not sizes:
+def most_pass_tokens(config: SchedConfig) -> int:
+    """Return the most new tokens of a pass: the largest extend beside a decode, with its drafts, of every row."""
+    return largest_pass_tokens(config) + config.rows_max * (1 + config.beside_newest_max)
+
+
+def _graph_bytes(model: LanguageModel, kernels: PassKernels, page_size: int, context: int, taps: Sequence[int]) -> int:
+    """Estimate the bytes of the graphs: capture the two largest of both kinds over a pool of one page."""
+    sizes, cut_sizes = kernels.graph_sizes, kernels.piece_sizes
+    if not sizes and not cut_sizes:
         return 0
-    attention = kernels.attention(make_pool(model, 1, page_size), model, graph_rows=sizes[-1])
-    tables = DeviceTables(1, 1, page_size, model.device, context_tokens=context)
-    graphs = DecodeGraphs(model, attention, tables, sizes[-2:], CudaGraphs())
-    return expected_bytes(graphs.prepare(CudaLane(model.device, HostClock())), len(sizes))
+    attention = kernels.attention(make_pool(model, 1, page_size), model, graph_rows=kernels.graph_rows)
+    recorder, lane, expected = CudaGraphs(), CudaLane(model.device, HostClock()), 0
+    pieces = make_pieces(model, attention, cut_sizes[-2:], recorder, lane, taps)
+    if pieces is not None:
+        kinds = len(cut_sizes) * len(pieces.kinds) // len(pieces.sizes)
+        expected += expected_bytes(pieces.grown, kinds)
+    if sizes:
+        tables = DeviceTables(1, 1, page_size, model.device, context_tokens=context)
+        graphs = DecodeGraphs(model, attention, tables, sizes[-2:], recorder)
+        expected += expected_bytes(graphs.prepare(lane), len(sizes))
+    return expected
 
 
 def _run_once(
@@ -892,7 +905,7 @@ def _run_once(
     """
     device = model.device
     if drafts:
-        _seek_once(samples, context, page_size, drafts, device)
+        seek_once(samples, context, page_size, drafts, device)
         samples *= 1 + drafts
     pool = make_pool(model, 1, page_size)
     there = [kernels.attention(pool, model, graph_rows=kernels.graph_rows) for _ in range(backends)]
@@ -921,38 +934,7 @@ def _run_once(
         attention.plan(batch)
         hidden = model.forward(batch, attention)
         if model.settings.generates and model.stage.is_last:
-            _draw_once(model.logits(hidden.index_select(0, batch.logits_at)))
-
-
-def _seek_once(rows: int, context: int, page_size: int, drafts: int, device: torch.device) -> None:
-    """Draft once for `rows` rows at the end of the context, all in one page, to measure the drafter's memory."""
-    table = torch.zeros((rows, -(-context // page_size)), dtype=torch.int32, device=device)
-    stands = torch.full((rows,), context - 1, dtype=torch.int64, device=device)
-    with torch.inference_mode():
-        NgramDrafter(page_size, page_size, device).draft(
-            DraftingRows(
-                rows=torch.arange(rows, device=device),
-                stands=stands,
-                newest=stands,
-                page_table=table,
-                drafts=np.full(rows, drafts, np.int32),
-                reach=stands,
-                stands_host=np.full(rows, context - 1, np.int32),
-            )
-        )
-
-
-def _draw_once(logits: Tensor) -> None:
-    """Draw for `logits` with every sampling step.
-
-    Penalties count by token id, and logprobs need a second copy of the logits.
-    """
-    count, vocab = logits.shape
-    table = SamplingTable(count, vocab, logits.device)
-    for row in range(count):
-        table.take_row(row, DEAREST_SAMPLING, logprobs=True)
-    rows = torch.arange(count, dtype=torch.int32, device=logits.device)
-    Sampler(table).sample(logits, rows, rows.long(), np.arange(count, dtype=np.int32))
+            draw_once(model.logits(hidden.index_select(0, batch.logits_at)))
 
 
 def choose_device(name: str) -> torch.device:

@@ -63,6 +63,11 @@ def check_trees(config: SchedConfig, numerics: Numerics, *, debug: bool) -> None
         )
 
 
+def taps_of(draft: Draft | None) -> tuple[int, ...]:
+    """Return the layers of a model whose input a drafter reads."""
+    return tuple(draft.taps) if isinstance(draft, DraftHead) else ()
+
+
 def draft_of(settings: RankSettings, method: object, model: LanguageModel, dtype: torch.dtype | None) -> Draft:
     """Build what drafts for a model by a method that is not `ngram`.
 

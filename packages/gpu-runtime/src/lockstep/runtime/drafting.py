@@ -65,7 +65,7 @@ class DraftingRows(NamedTuple):
 class Drafter(Protocol):
     """The interface of a drafter. All its work runs on the stream of the passes."""
 
-    reads_layers: bool  # whether it reads what a model computes, so that no pass can run in a CUDA graph
+    reads_layers: bool  # whether it reads what a model computes, so that decodes run in pieces (pieces.py)
 
     def observe_batch(self, batch: ForwardBatch) -> None:
         """Take in the pass that runs next, with the drafts that it verifies."""

@@ -80,8 +80,9 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise ConfigError for invalid values, before a model is loaded."""
-        for name in ("tp", "pp", "seed", "random_weights", "cuda_graph_max_batch", "max_lora_rank"):
-            _check_whole(name, getattr(self, name), optional=name in ("random_weights", "cuda_graph_max_batch"))
+        optional = ("random_weights", "cuda_graph_max_batch", "piecewise_graph_max_tokens")
+        for name in ("tp", "pp", "seed", "max_lora_rank", *optional):
+            _check_whole(name, getattr(self, name), optional=name in optional)
         for name in ("kv_cache_dtype", "model_backend"):
             known, given = options_of(EngineOptions)[name].choices, getattr(self, name)
             if given not in known:

@@ -58,10 +58,12 @@ from lockstep.runtime.lora.batch import lay_out
 from lockstep.runtime.media import DeviceMedia
 from lockstep.runtime.multiplexing import LayerParts
 from lockstep.runtime.overlap import POLL_S, Download, StreamLane
+from lockstep.runtime.pieces import PieceGraphs
 from lockstep.runtime.plan_checks import IDLE, refuse_blocks, refuse_unknown
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
 from lockstep.runtime.sampling.passes import joined_passes, reported_logprobs
+from lockstep.runtime.sent_draws import drawn_values, packed_drawn, samples_of, unpacked_drawn
 from lockstep.runtime.stages import StageLinks
 from lockstep.runtime.states.slots import PlannedStates, RowSlots
 from lockstep.runtime.tables import (
@@ -184,6 +186,7 @@ class RunnableModel:
 
     Args:
         graphs: prepared; decodes that they hold are replayed.
+        pieces: prepared; other passes that they hold run in pieces.
         split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
         links: to the other pipeline stages; None: there is one stage.
         ranks: data-parallel ranks that run every pass together; 1: plans that name ranks are refused.
@@ -209,6 +212,7 @@ class RunnableModel:
     halves: InHalves | None = None
     layers: LayerParts | None = None
     blocks: DeviceBlocks | None = None
+    pieces: PieceGraphs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +256,7 @@ class Executor:
         self.graphs, self.split, self.states = runnable.graphs, runnable.split, runnable.states
         self.media, self.loads, self.halves = runnable.media, runnable.loads, runnable.halves
         self.links, self.ranks, self.rank = runnable.links, runnable.ranks, runnable.rank
-        self.layers, self.blocks = runnable.layers, runnable.blocks
+        self.layers, self.blocks, self.pieces = runnable.layers, runnable.blocks, runnable.pieces
         self.samples = self.links is None or self.links.stage.is_last  # whether this stage draws the tokens
         self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
         self.pooling, self.drafter, self.jumps = pooling or Pooling(), ahead.drafter, ahead.jumps
@@ -396,7 +400,7 @@ class Executor:
         with self.lane.stream():
             if not links.stage.is_first:
                 launched.hidden = links.expect_hidden(int(one.indptr[-1]))
-            if not links.stage.is_last and (values := _drawn_values(one)):
+            if not links.stage.is_last and (values := drawn_values(one)):
                 launched.drawn = links.expect_drawn(values)
 
     def _take_over_for(self, plan: BatchPlan) -> None:
@@ -418,9 +422,9 @@ class Executor:
             launched.logits = None
             if launched.drawn is not None:
                 one, tensors = launched.packed.passes[0], launched.laid[0]
-                found = _unpacked_drawn(launched.drawn(), one, len(tensors.sampled_rows))
+                found = unpacked_drawn(launched.drawn(), one, len(tensors.sampled_rows))
                 if one.verifying is not None:
-                    places_host, _ = places_of(_samples(one))
+                    places_host, _ = places_of(samples_of(one))
                     last = self.lane.upload(places_host).gather(1, (found["accepted"].to(torch.int64) - 1)[:, None])
                     self.tables.verified(tensors, found["tokens"], last[:, 0])
                 else:
@@ -519,6 +523,8 @@ class Executor:
         elif halves is not None and launched.plan.halves is not None:
             assert batch is not None
             hidden = halves.forward(batch, launched.plan.halves, one.adapter_slots)
+        elif batch is not None and self.pieces is not None and self.pieces.holds(batch):
+            hidden = self.pieces.run(batch)
         else:
             assert batch is not None
             self.attention.plan(batch)
@@ -683,7 +689,7 @@ class Executor:
             if (joined := joined_passes(parts)).numel():  # top logprobs have width 0 if no row requested them
                 launched.wanted[name] = joined
         if self.links is not None and drawn:
-            self.links.send_drawn(_packed_drawn(launched.wanted))
+            self.links.send_drawn(packed_drawn(launched.wanted))
         begun = launched.begun if launched.entered is None else launched.entered
         launched.download = self.lane.download(launched.wanted, begun)
         launched.wanted = {}
@@ -836,7 +842,7 @@ class Executor:
         for i in pooled.tolist():
             if self._kinds[rows[i]] == "embed":
                 if self.pooling.mode == "last":
-                    vector = hidden[int(indptr[i + 1]) - 1].to(torch.float32)
+                    vector = hidden[int(indptr[i + 1]) - 1].to(torch.float32, copy=True)
                 else:
                     vector = self._sums.pop(rows[i]) / (int(one.stops[i]) if self.pooling.mode == "mean" else 1)
                 if self.pooling.normalize:
@@ -926,30 +932,6 @@ def _tree_of(one: ForwardPass) -> TreeRows | None:
         return None
     first = len(one.rows) - len(one.verifying.rows)
     return tree_rows(first, one.starts[first:], one.verifying.counts, one.verifying.tree)
-
-
-def _samples(one: ForwardPass) -> Int32s:
-    """Return the number of samples of each sampler of a pass, int32 [samplers]."""
-    return np.ones(len(one.sample_rows), np.int32) if one.samples is None else one.samples
-
-
-def _drawn_values(one: ForwardPass) -> int:
-    """Return how many numbers a stage sends for a pass: tokens, whether they are invalid, and accepted drafts."""
-    return 2 * int(_samples(one).sum()) + (len(one.sample_rows) if one.verifying is not None else 0)
-
-
-def _packed_drawn(found: dict[str, Tensor]) -> Tensor:
-    """Return drawn tokens as one tensor, int32 [values]."""
-    parts = [found["tokens"], found["invalid"].to(torch.int32)]
-    return torch.cat([*parts, found["accepted"]] if "accepted" in found else parts)
-
-
-def _unpacked_drawn(drawn: Tensor, one: ForwardPass, samples: int) -> dict[str, Tensor]:
-    """Return the tensors of `_packed_drawn` by name."""
-    found = {"tokens": drawn[:samples], "invalid": drawn[samples : 2 * samples] != 0}
-    if one.verifying is not None:
-        found["accepted"] = drawn[2 * samples :]
-    return found
 
 
 def _forced_by_sampler(one: ForwardPass) -> Int32s | None:

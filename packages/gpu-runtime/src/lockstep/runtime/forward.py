@@ -113,6 +113,7 @@ class ForwardBatch:
     token_types: Tensor | None = None  # int64 [tokens], types of the tokens of a prompt; None: all are 0
     scores: Tensor | None = None  # float32 [rows, labels], filled by a model that classifies whole prompts
     layers: tuple[int, int] | None = None  # the pass has the layers [start:stop) only; None: all of them
+    embedded: Tensor | None = None  # [tokens, hidden], looked up before the pass; None: the model does that
     taps: dict[int, Tensor | None] | None = None  # by layer, to be filled with its input, [tokens, hidden]; None: none
 
     @property

@@ -30,8 +30,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, get_args
+from typing import Protocol, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ from lockstep.runtime.overlap import StreamLane
 from lockstep.runtime.tables import DeviceTables, ForwardPass, PassTensors
 
 Int32s = NDArray[np.int32]
+Kind = TypeVar("Kind")
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -65,15 +67,36 @@ def graph_sizes(rows_max: int) -> tuple[int, ...]:
     return (*(size for size in usual if size < rows_max), rows_max)
 
 
-def check_graph_mode(mode: str, device: torch.device, rows_max: int | None = None) -> None:
-    """Raise ConfigError for an unknown mode, or one that does not fit the device or `rows_max`."""
+def check_graph_mode(
+    mode: str, device: torch.device, rows_max: int | None = None, piece_tokens_max: int | None = None
+) -> None:
+    """Raise ConfigError for an unknown mode, or one that does not fit the device, `rows_max` or `piece_tokens_max`."""
     if mode not in get_args(GraphMode):
         raise ConfigError(f"`cuda_graphs` must be one of {', '.join(get_args(GraphMode))}, got `{mode}`")
     if mode == "on" and device.type != "cuda":
         raise ConfigError(f"`cuda_graphs` is on, which needs a CUDA device, this is `{device}`\nhint: auto, or eager")
-    if rows_max is not None and (mode == "off" or (mode == "auto" and device.type != "cuda")):
-        why = "`cuda_graphs` is off" if mode == "off" else f"there are no CUDA graphs on `{device}`"
-        raise ConfigError(f"`cuda_graph_max_batch` is {rows_max}, but {why}\nhint: leave it out")
+    if piece_tokens_max is not None and piece_tokens_max < 0:
+        raise ConfigError(f"`piecewise_graph_max_tokens` must be 0 (none) or more, got `{piece_tokens_max}`")
+    for name, given in (("cuda_graph_max_batch", rows_max), ("piecewise_graph_max_tokens", piece_tokens_max or None)):
+        if given is not None and (mode == "off" or (mode == "auto" and device.type != "cuda")):
+            why = "`cuda_graphs` is off" if mode == "off" else f"there are no CUDA graphs on `{device}`"
+            raise ConfigError(f"`{name}` is {given}, but {why}\nhint: leave it out")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOptions:
+    """Which graphs are requested.
+
+    Args:
+        rows_max: of the largest graph of decodes; None: ROWS_MAX.
+        piece_tokens_max: of the largest pass that runs in pieces (pieces.py); 0: none does, None: pieces.TOKENS_MAX.
+        decodes: whether passes of decodes may be replayed whole.
+    """
+
+    mode: GraphMode = "off"
+    rows_max: int | None = None
+    piece_tokens_max: int | None = None
+    decodes: bool = True
 
 
 class CapturedModel(Protocol):
@@ -118,6 +141,31 @@ class CudaGraphs:
         with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
             run()
         return graph.replay
+
+
+def record_all(lane: StreamLane, kinds: Sequence[Kind], record: Callable[[Kind], None], named: str) -> list[int]:
+    """Record graphs one after another, the largest first.
+
+    Args:
+        record: records the graph of one kind.
+        named: the error for a failure, with places for `{kind}`, the number `{done}` before it, and the reason `{why}`.
+    Returns: bytes of device memory that each took, in that order; zeros on a CPU.
+    Raises: ConfigError if a capture fails.
+    """
+    grown: list[int] = []
+    with lane.stream(), torch.inference_mode():
+        for done, kind in enumerate(kinds):
+            before = taken_bytes(lane.device)
+            try:
+                record(kind)
+            except Exception as error:  # of the model, a kernel, the driver, or memory: there is no graph then
+                why = f": {type(error).__name__}: {error}".partition("\n")[0]
+                if lane.device.type == "cuda":
+                    free, total = torch.cuda.mem_get_info(lane.device)
+                    why = f"; {free / MIB:,.0f} of {total / MIB:,.0f} MiB of {lane.device} are free{why}"
+                raise ConfigError(named.format(kind=kind, done=done, why=why)) from error
+            grown.append(taken_bytes(lane.device) - before)
+    return grown
 
 
 class DecodeGraphs:
@@ -180,32 +228,21 @@ class DecodeGraphs:
         Returns: bytes of device memory that each took, in that order; zeros on a CPU.
         Raises: ConfigError if a capture fails, with the numbers and options to change.
         """
-        grown: list[int] = []
-        with lane.stream(), torch.inference_mode():
-            for size in reversed(self.sizes.tolist()):
-                before = taken_bytes(lane.device)
-                try:
-                    self._plan(self._batches[size])
-                    self._replay[size] = self.recorder.record(partial(self._run, self._batches[size]))
-                except Exception as error:  # of the model, a kernel, the driver, or memory: there is no graph then
-                    raise ConfigError(self._refusal(size, error, lane.device)) from error
-                grown.append(taken_bytes(lane.device) - before)
+        grown = record_all(
+            lane,
+            self.sizes.tolist()[::-1],
+            self._record,
+            f"the CUDA graph of {{kind}} rows could not be captured ({{done}} of {len(self.sizes)} were, up to "
+            f"{self.sizes[-1]} rows){{why}}\n"
+            "hint: --cuda-graph-max-batch N captures fewer, a smaller --mem-fraction leaves them more room, "
+            "--no-cuda-graphs does without",
+        )
         self.bytes = sum(grown)
         return grown
 
-    def _refusal(self, size: int, error: Exception, device: torch.device) -> str:
-        """Return the message for a failed capture."""
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        numbers = ""
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            numbers = f"; {free / MIB:,.0f} of {total / MIB:,.0f} MiB of {device} are free"
-        return (
-            f"the CUDA graph of {size} rows could not be captured ({len(self._replay)} of {len(self.sizes)} were, up "
-            f"to {self.sizes[-1]} rows){numbers}: {why}\n"
-            "hint: --cuda-graph-max-batch N captures fewer, a smaller --mem-fraction leaves them more room, "
-            "--no-cuda-graphs does without"
-        )
+    def _record(self, size: int) -> None:
+        self._plan(self._batches[size])
+        self._replay[size] = self.recorder.record(partial(self._run, self._batches[size]))
 
     # --------------------------------------------------------------------------------------------------- the passes
 

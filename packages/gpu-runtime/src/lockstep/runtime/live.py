@@ -169,7 +169,8 @@ class LiveModel:
     def switch_memory(self, tags: Sequence[str], *, released: bool) -> None:
         """Release memory, or allocate it again. Raises ConfigError."""
         gpu = self.model.device.type == "cuda"
-        if released and gpu and self.executor.graphs is not None and self.model.saver is None:
+        captured = self.executor.graphs is not None or self.executor.pieces is not None
+        if released and gpu and captured and self.model.saver is None:
             raise ConfigError(
                 "memory cannot be given back, as CUDA graphs hold its addresses\n"
                 "hint: start with --memory-saver, which keeps them, or with --cuda-graphs off"

@@ -192,7 +192,7 @@ class LLM:
         folder = demo_folder() if model is None else find_model(model)
         self.folder = folder
         where = choose_device(config.device)
-        check_graph_mode(config.cuda_graphs, where, config.cuda_graph_max_batch)
+        check_graph_mode(config.cuda_graphs, where, config.cuda_graph_max_batch, config.piecewise_graph_max_tokens)
         check_memory_saver(config.memory_saver, where)
         self.pooling = choose_pooling(folder, config.pooling, config.normalize)
         if not 1 <= config.max_lora_rank <= LORA_RANK_MAX:

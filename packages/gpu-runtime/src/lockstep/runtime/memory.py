@@ -196,7 +196,8 @@ def fitted(use: Use, total: int, mem_fraction: float, page_bytes: int, pages_lea
         raise ConfigError(
             f"`mem_fraction` {mem_fraction} of {device} leaves {pages:,} KV pages, but the longest request needs "
             f"{pages_least:,}: {lacking / MIB:,.0f} MiB are lacking\n{budget.table()}\n"
-            "hint: a larger mem_fraction, a shorter context_tokens_max, fewer graphs (cuda_graph_max_batch), or a "
+            "hint: a larger mem_fraction, a shorter context_tokens_max, fewer graphs (cuda_graph_max_batch, "
+            "piecewise_graph_max_tokens), or a "
             "smaller model"
         )
     return budget

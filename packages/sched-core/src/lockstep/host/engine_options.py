@@ -107,9 +107,17 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
         int, Option("With --pdmux: new tokens times layers of one launch of a prompt.", metavar="TOKENS")
     ] = TOKEN_BUDGET
     mem_fraction: Annotated[float, Option("Share of a GPU's memory that the engine may use, weights included.")] = 0.9
-    cuda_graphs: Annotated[GraphMode, Option("Whether decodes replay CUDA graphs.")] = "auto"
+    cuda_graphs: Annotated[GraphMode, Option("Whether passes replay CUDA graphs.")] = "auto"
     cuda_graph_max_batch: Annotated[
         int | None, Option("Rows of the largest graph.", metavar="ROWS", default="as many as run")
+    ] = None
+    piecewise_graph_max_tokens: Annotated[
+        int | None,
+        Option(
+            "New tokens of the largest pass that runs in pieces of CUDA graphs, if it is not decodes only; 0: none.",
+            metavar="TOKENS",
+            default="512",
+        ),
     ] = None
     memory_saver: Annotated[
         bool, Option("Keep the addresses of a GPU's weights and KV while their memory is released, for CUDA graphs.")

@@ -44,6 +44,8 @@ class Layout(Protocol):
     @property
     def cuda_graphs(self) -> GraphMode: ...
     @property
+    def piecewise_graph_max_tokens(self) -> int | None: ...
+    @property
     def draft_model(self) -> str | None: ...
 
 
@@ -157,6 +159,11 @@ def _check_stages(given: Layout, sched: Mapping[str, Any]) -> None:
             f"`cuda_graphs` is {given.cuda_graphs}, but `pp` is {given.pp}: graphs do not read what other stages send\n"
             "hint: auto, or off"
         )
+    if given.piecewise_graph_max_tokens:
+        raise ConfigError(
+            f"`piecewise_graph_max_tokens` is {given.piecewise_graph_max_tokens}, but `pp` is {given.pp}: graphs do "
+            "not read what other stages send\nhint: leave it out"
+        )
     if interval := sched.get("expert_load_interval"):
         raise ConfigError(
             f"`expert_load_interval` is {interval}, but `pp` is {given.pp}: the load of experts in several stages is "
@@ -207,6 +214,11 @@ def _check_ranks(given: Layout, sched: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"`cuda_graphs` is {given.cuda_graphs}, but `attention_dp` is {ranks}: graphs do not read the rows of "
             "other ranks\nhint: auto, or off"
+        )
+    if given.piecewise_graph_max_tokens:
+        raise ConfigError(
+            f"`piecewise_graph_max_tokens` is {given.piecewise_graph_max_tokens}, but `attention_dp` is {ranks}: "
+            "graphs do not read the rows of other ranks\nhint: leave it out"
         )
     adapters = {"lora": getattr(given, "lora", None), "max_loras": sched.get("max_loras")}
     for name, value in adapters.items():

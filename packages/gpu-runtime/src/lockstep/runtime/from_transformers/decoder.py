@@ -52,6 +52,7 @@ class TransformersDecoder(LanguageModel):
         inside = next((f"{name}." for name, one in self.base.named_modules() if one is self.decoder and name), "")
         self.media_encoder = LibraryEncoder(self.base, self.dtype, self.device) if perceiving else None
         self.embedding_size = _embedding_size(self.decoder, self.base)
+        self.embeds_apart = perceiving and bool(self.embedding_size)
         of_width = make.device.type == "cpu"  # kernels of GPUs have no heads of this width yet
         self.latents = tuple(take_latents(self.decoder)) if of_width else ()
         self.mixers = tuple(take_mixers(self.decoder, self.current))
@@ -106,7 +107,9 @@ class TransformersDecoder(LanguageModel):
         if not batch.tokens:
             return torch.empty(0, self.settings.hidden, dtype=self.dtype, device=self.device)
         given: dict[str, Any] = {}
-        if self.media_encoder is None and batch.media is None:
+        if batch.embedded is not None:
+            given["inputs_embeds"] = batch.embedded[None]
+        elif self.media_encoder is None and batch.media is None:
             given["input_ids"] = batch.token_ids[None]
         else:
             given |= self._with_media(batch)

@@ -135,7 +135,7 @@ class Decoder(LanguageModel):
             self.head = self.embeddings if tied_head else VocabEmbedding(whole, settings.vocab, settings.hidden)
             assert self.head is not None
             self.head.packed = packable(self.head.weight)
-        self.embedding_size = settings.hidden
+        self.embedding_size, self.embeds_apart = settings.hidden, stage.is_first
         query, key, _ = stack[0].attention.qkv.sizes
         self.layers, self.first_layer = len(own), own.start
         self.head_dim, self.scale = settings.head_dim, settings.head_dim**-0.5
@@ -189,7 +189,7 @@ class Decoder(LanguageModel):
         if batch.hidden is not None:
             residual, added = batch.hidden.unbind()
             return residual, added
-        return self.embed(batch), None
+        return self.embed(batch) if batch.embedded is None else batch.embedded, None
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         """Return the embeddings of the new tokens, those of media in their places, [tokens, hidden]."""

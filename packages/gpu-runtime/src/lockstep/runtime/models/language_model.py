@@ -56,6 +56,7 @@ class LanguageModel(nn.Module, ABC):
     media_encoder: ContentEncoder | None = None  # of models that take media
     whole_prompts: bool = False  # prompts are computed in one pass each, without KV
     embedding_size: int = 0  # numbers of a given embedding; 0: the model takes tokens only
+    embeds_apart: bool = False  # whether `forward` may begin with `ForwardBatch.embedded`, which `embed` returns
     first_layer: int = 0  # of those that this stage has
     tells_layers: bool = False  # whether `forward` fills `ForwardBatch.taps`
     activations: str = ""  # how rows are rounded before products with fp8 weights; empty: not at all
@@ -84,6 +85,10 @@ class LanguageModel(nn.Module, ABC):
         The backend must be planned for this batch. A pipeline stage before the last one returns what the next stage
         needs as `batch.hidden`, [2, tokens, hidden]: residual, and what the next norm adds to it.
         """
+
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        """Return the embeddings of the new tokens, those of media in their places, [tokens, embedding size]."""
+        raise AssertionError(f"{self.settings.architecture} does not embed apart from its layers")
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
