@@ -62,6 +62,14 @@ from lockstep.runtime.plan_checks import IDLE, refuse_blocks, refuse_unknown
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
 from lockstep.runtime.sampling.passes import joined_passes, reported_logprobs
+from lockstep.runtime.stage_drafts import (
+    ReceivedDrafts,
+    drafted_of,
+    drawn_values,
+    packed_drawn,
+    samples_of,
+    unpacked_drawn,
+)
 from lockstep.runtime.stages import StageLinks
 from lockstep.runtime.states.slots import PlannedStates, RowSlots
 from lockstep.runtime.tables import (
@@ -394,9 +402,11 @@ class Executor:
         one = launched.packed.passes[0]
         launched.entered = self.lane.begin()
         with self.lane.stream():
+            if isinstance(self.drafter, ReceivedDrafts):
+                self.drafter.expect(one)
             if not links.stage.is_first:
                 launched.hidden = links.expect_hidden(int(one.indptr[-1]))
-            if not links.stage.is_last and (values := _drawn_values(one)):
+            if not links.stage.is_last and (values := drawn_values(one)):
                 launched.drawn = links.expect_drawn(values)
 
     def _take_over_for(self, plan: BatchPlan) -> None:
@@ -418,9 +428,9 @@ class Executor:
             launched.logits = None
             if launched.drawn is not None:
                 one, tensors = launched.packed.passes[0], launched.laid[0]
-                found = _unpacked_drawn(launched.drawn(), one, len(tensors.sampled_rows))
+                found = unpacked_drawn(launched.drawn(), one, len(tensors.sampled_rows))
                 if one.verifying is not None:
-                    places_host, _ = places_of(_samples(one))
+                    places_host, _ = places_of(samples_of(one))
                     last = self.lane.upload(places_host).gather(1, (found["accepted"].to(torch.int64) - 1)[:, None])
                     self.tables.verified(tensors, found["tokens"], last[:, 0])
                 else:
@@ -604,7 +614,7 @@ class Executor:
 
     def _guessed(self, verifying: VerifyRows, there: VerifyingTensors, newest: Tensor, stands_host: Int32s) -> Tensor:
         """Return the drafts of each row, int64 [rows, most]: guesses, or tokens that its grammar forces."""
-        drafted = verifying.drafts - verifying.forced if verifying.forced.size else verifying.drafts
+        drafted = drafted_of(verifying)
         guessed = newest.new_zeros(len(newest), 0)
         if drafted.any():
             assert self.drafter is not None
@@ -683,7 +693,7 @@ class Executor:
             if (joined := joined_passes(parts)).numel():  # top logprobs have width 0 if no row requested them
                 launched.wanted[name] = joined
         if self.links is not None and drawn:
-            self.links.send_drawn(_packed_drawn(launched.wanted))
+            self.links.send_drawn(packed_drawn(launched.wanted))
         begun = launched.begun if launched.entered is None else launched.entered
         launched.download = self.lane.download(launched.wanted, begun)
         launched.wanted = {}
@@ -926,30 +936,6 @@ def _tree_of(one: ForwardPass) -> TreeRows | None:
         return None
     first = len(one.rows) - len(one.verifying.rows)
     return tree_rows(first, one.starts[first:], one.verifying.counts, one.verifying.tree)
-
-
-def _samples(one: ForwardPass) -> Int32s:
-    """Return the number of samples of each sampler of a pass, int32 [samplers]."""
-    return np.ones(len(one.sample_rows), np.int32) if one.samples is None else one.samples
-
-
-def _drawn_values(one: ForwardPass) -> int:
-    """Return how many numbers a stage sends for a pass: tokens, whether they are invalid, and accepted drafts."""
-    return 2 * int(_samples(one).sum()) + (len(one.sample_rows) if one.verifying is not None else 0)
-
-
-def _packed_drawn(found: dict[str, Tensor]) -> Tensor:
-    """Return drawn tokens as one tensor, int32 [values]."""
-    parts = [found["tokens"], found["invalid"].to(torch.int32)]
-    return torch.cat([*parts, found["accepted"]] if "accepted" in found else parts)
-
-
-def _unpacked_drawn(drawn: Tensor, one: ForwardPass, samples: int) -> dict[str, Tensor]:
-    """Return the tensors of `_packed_drawn` by name."""
-    found = {"tokens": drawn[:samples], "invalid": drawn[samples : 2 * samples] != 0}
-    if one.verifying is not None:
-        found["accepted"] = drawn[2 * samples :]
-    return found
 
 
 def _forced_by_sampler(one: ForwardPass) -> Int32s | None:
