@@ -29,6 +29,7 @@ from lockstep.runtime import llm as llm_module  # noqa: E402
 from lockstep.runtime.assembly import stage_of  # noqa: E402
 from lockstep.runtime.draft_sources import layers_beside  # noqa: E402
 from lockstep.runtime.models import weights_read  # noqa: E402
+from lockstep.runtime.outputs import RequestOutput  # noqa: E402
 from lockstep.runtime.pooling import Pooling  # noqa: E402
 from lockstep.runtime.rank_wire import RankSettings  # noqa: E402
 from lockstep.runtime.stages import RankPlace  # noqa: E402
@@ -38,11 +39,10 @@ from tests.support.small_llm import requests_with_shared_beginnings, write_weigh
 from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402
 
 MODEL: dict[str, Any] = {**SMALL_QWEN3, "num_hidden_layers": 4, "tie_word_embeddings": True}
-SMALL: dict[str, Any] = {
+PLAIN: dict[str, Any] = {
     **CPU, "page_size": 4, "chunked_prefill_size": 16, "max_running_requests": 12, "pages": 300,
-    "speculative_method": "draft_model", "num_speculative_tokens": 3,
 }  # fmt: skip
-PLAIN: dict[str, Any] = {**SMALL, "speculative_method": "none"}
+SMALL: dict[str, Any] = {**PLAIN, "speculative_method": "draft_model", "num_speculative_tokens": 3}
 SAME, OTHER = "the model's own weights", "other weights"
 KINDS: list[dict[str, Any]] = [{}, {}, {"temperature": 1.0, "top_k": 20, "seed": 3, "repetition_penalty": 1.2}]
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,9 +91,7 @@ def kept(counts: DraftCounts) -> float:
 def test_a_draft_model_in_stages_changes_no_token(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     drafter, options = STAGES[name]
     asked = asked_of(drafter)
-    with LLM(folders[SAME], **SMALL, draft_model=str(folders[drafter])) as single:
-        expected = single.generate([prompt for prompt, _ in asked], [params for _, params in asked])
-        share = kept(single.stats().drafts)
+    expected, share = of_one_engine(folders[SAME], folders[drafter], asked)
     options = {**SMALL, **options, "draft_model": str(folders[drafter])}
     with LLM(folders[SAME], journal=tmp_path / "journal", rank_timeout_s=300, **options) as llm:
         check_answers([llm], asked, expected)
@@ -112,9 +110,7 @@ def test_each_data_parallel_rank_has_the_draft_model(drafter: str, tmp_path: Pat
     (tmp_path / "model").mkdir()
     folder, asked = write_weights(tmp_path / "model", EXPERTS), asked_of(drafter)[:30]
     drafts_from = folder if drafter == SAME else noisy_copy(folder, tmp_path / "drafter")
-    with LLM(folder, **SMALL, draft_model=str(drafts_from)) as single:
-        expected = single.generate([prompt for prompt, _ in asked], [params for _, params in asked])
-        share = kept(single.stats().drafts)
+    expected, share = of_one_engine(folder, drafts_from, asked)
     of_engine = {"ep": 2, "debug": True, "draft_model": str(drafts_from)}
     sched = {"speculative_method": "draft_model", "num_speculative_tokens": 3, "overlap_depth": 1, "retract_every": 5}
     with ranks_of(folder, 2, tmp_path / "ranks", of_engine, sched) as llms:
@@ -137,7 +133,21 @@ def settings_of(model: Path, drafter: Path) -> RankSettings:
     )
 
 
-def check_answers(llms: list[LLM], asked: list[tuple[list[int], Params]], expected: list[Any]) -> None:
+def of_one_engine(
+    model: Path, drafter: Path, asked: list[tuple[list[int], Params]]
+) -> tuple[list[RequestOutput], float]:
+    """Return the answers of a plain engine, and the share of drafts that are right beside one engine."""
+    given = [prompt for prompt, _ in asked], [params for _, params in asked]
+    with LLM(model, **PLAIN) as plain:
+        expected = plain.generate(*given)
+    if drafter == model:
+        return expected, 1.0
+    with LLM(model, **SMALL, draft_model=str(drafter)) as single:
+        single.generate(*given)
+        return expected, kept(single.stats().drafts)
+
+
+def check_answers(llms: list[LLM], asked: list[tuple[list[int], Params]], expected: list[RequestOutput]) -> None:
     """Send the requests, most of them to the last engine, cancel some, and compare the others with one plain engine."""
     rng = random.Random(3)
     used = [min(rng.randrange(2 * len(llms)), len(llms) - 1) for _ in asked]
