@@ -103,12 +103,29 @@ def test_an_offer_waits_until_both_sides_have_an_engine() -> None:
         ({"prefill_engines": 1, "decode_engines": 1, "decode_pp": 0}, "`decode_pp` is 0; it must be at least 1"),
         ({"decode_pp": 2}, "`decode_pp` is 2; it must be at least 1, and is for prefill and decode engines"),
         (
-            {"prefill_engines": 1, "decode_engines": 1, "prefill_pp": 2, "draft_model": "demo"},
-            "`draft_model` is demo, but `pp` is 2",
+            {"prefill_engines": 1, "decode_engines": 1, "prefill_tp": 2, "draft_model": "demo"},
+            "`draft_model` is demo, but `tp` is 2: a draft model is not split",
         ),
         (
             {"emulate": "qwen3-8b@h200", "prefill_engines": 1, "decode_engines": 1, "prefill_pp": 2},
             "`prefill_pp` is for a model, and an emulated engine has none",
+        ),
+        ({"prefill_attention_dp": 2}, "`prefill_attention_dp` is 2; it must be at least 1, and is for prefill and"),
+        (
+            {"prefill_engines": 1, "decode_engines": 1, "decode_attention_dp": 2, "decode_tp": 2},
+            "`attention_dp` is 2, but `rank_schedulers` is off",
+        ),
+        (
+            {"prefill_engines": 1, "decode_engines": 1, "decode_attention_dp": 2, "rank_schedulers": True},
+            "`attention_dp` is 2 and `tp` is 1: each rank has the attention of one GPU",
+        ),
+        (
+            {"prefill_engines": 1, "decode_engines": 1, "prefill_attention_dp": 1, "rank_schedulers": True},
+            "`rank_schedulers` is on, but `attention_dp` is 1",
+        ),
+        (
+            {"emulate": "qwen3-8b@h200", "prefill_engines": 1, "decode_engines": 1, "decode_attention_dp": 1},
+            "`decode_attention_dp` is for a model, and an emulated engine has none",
         ),
         ({"transfer_transport": "tcp"}, "`transfer_transport` is for prefill and decode engines"),
         ({"set": {"role": "decode"}}, "the roles of a server's engines follow from their numbers"),
@@ -124,6 +141,25 @@ def test_each_kind_of_engine_has_its_own_split() -> None:
     settings = read_settings(None, {**roles, "tp": 4, "prefill_tp": 1, "prefill_pp": 3, "decode_pp": 2})
     assert [(settings.tp_of(engine), settings.pp_of(engine)) for engine in range(3)] == [(1, 3), (1, 3), (4, 2)]
     assert [settings.gpus_of(engine) for engine in range(3)] == [3, 3, 8]
+
+
+RANKS = {"prefill_engines": 2, "decode_engines": 1, "rank_schedulers": True}
+
+
+def test_data_parallel_ranks_may_be_of_one_kind() -> None:
+    settings = read_settings(None, {**RANKS, "prefill_tp": 2, "prefill_attention_dp": 2, "decode_tp": 3})
+    assert [settings.role_of(engine) for engine in range(settings.engines)] == [*["prefill"] * 4, "decode"]
+    assert [settings.rank_of(engine) for engine in range(5)] == [0, 1, 0, 1, 0]
+    assert [settings.gpus_of(engine) for engine in range(5)] == [1, 1, 1, 1, 3]
+    assert [settings.layout_of(engine)["rank_schedulers"] for engine in range(5)] == [True] * 4 + [False]
+    other = read_settings(None, {**RANKS, "tp": 2, "attention_dp": 2, "prefill_attention_dp": 1, "prefill_pp": 3})
+    assert [other.role_of(engine) for engine in range(other.engines)] == ["prefill", "prefill", "decode", "decode"]
+    assert [other.rank_of(engine) for engine in range(4)] == [0, 0, 0, 1]
+    assert [other.gpus_of(engine) for engine in range(4)] == [6, 6, 1, 1]
+    both = read_settings(None, {**RANKS, "prefill_tp": 2, "prefill_attention_dp": 2, "decode_tp": 3} | {
+        "decode_attention_dp": 3,
+    })  # fmt: skip
+    assert [both.rank_of(engine) for engine in range(both.engines)] == [0, 1, 0, 1, 0, 1, 2]
 
 
 # -------------------------------------------------------------------------------------------------------- a live server
@@ -190,8 +226,13 @@ def test_a_server_with_roles_answers_as_one_engine(transport: str, plain: list[A
 
 @pytest.mark.parametrize(
     ("split", "engines"),
-    [(("--tp", "2", "--attention-dp", "2", "--rank-schedulers"), 4), (("--prefill-pp", "2"), 2)],
-    ids=["ranks", "stages"],
+    [
+        (("--tp", "2", "--attention-dp", "2", "--rank-schedulers"), 4),
+        (("--prefill-pp", "2"), 2),
+        (("--prefill-tp", "2", "--prefill-attention-dp", "2", "--rank-schedulers"), 3),
+        (("--decode-tp", "2", "--decode-attention-dp", "2", "--rank-schedulers"), 3),
+    ],
+    ids=["ranks", "stages", "ranks of prefill", "ranks of decode"],
 )
 def test_engines_of_ranks_or_stages_answer_as_one(
     split: tuple[str, ...], engines: int, plain: list[Any], run: Path, tmp_path: Path

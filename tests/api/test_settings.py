@@ -100,11 +100,11 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"set": {"foo": 1}}, r"no setting `foo` of the scheduler\nhint: `lockstep serve --dry-run` prints them all"),
         (
             {"set": {"speculative_method": "eagle"}},
-            "`draft_model` is None, but `speculative_method` is eagle and `tp` is 1",
+            "`speculative_method` is eagle, but no `draft_model` is given",
         ),
         (
             {"set": {"speculative_method": "mtp"}, "tp": 2},
-            "`draft_model` is None, but `speculative_method` is mtp and `tp` is 2",
+            "`speculative_method` is mtp, but 2 processes run the model",
         ),
         (
             {"set": {"encoder_budget_tokens": 64}, "emulate": "a@b"},
@@ -116,7 +116,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ),
         (
             {"set": {"speculative_method": "draft_model"}},
-            "`draft_model` is None, but `speculative_method` is draft_model and `tp` is 1",
+            "`speculative_method` is draft_model, but no `draft_model` is given",
         ),
         (
             {"set": {"jump_forward_tokens": 4}, "emulate": "a@b"},

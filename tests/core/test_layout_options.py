@@ -31,6 +31,9 @@ TOGETHER: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**MOVING, "redundant_experts": 4, "eplb_interval": 1, "eplb_imbalance_min": 1.5}, {}),
     (RANKS, {}),
     (RANKS, {"two_batch_overlap": True}),
+    ({**RANKS, "draft_model": "d"}, {}),
+    ({"pp": 2, "draft_model": "d"}, {}),
+    (RANKS, {"speculative_method": "ngram"}),
     (RANKS, {"expert_load_interval": 4, "role": "mixed", "max_loras": 0}),
     ({**RANKS, "cuda_graphs": "off", "ep": 2}, dict.fromkeys(OF_RANKS, 1)),
 ]
@@ -72,6 +75,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({**RANKS, "cuda_graphs": "on"}, {}, "`cuda_graphs` is on, but `attention_dp` is 2"),
     ({**RANKS, "cuda_graphs": "eager"}, {}, "`cuda_graphs` is eager, but `attention_dp` is 2"),
     (RANKS, {"max_loras": 1}, "`max_loras` is 1, but `attention_dp` is 2"),
+    ({"tp": 2, "pp": 2, "draft_model": "d"}, {}, "`draft_model` is d, but `tp` is 2: a draft model is not split"),
+    ({"pp": 2, "draft_model": "d"}, {"speculative_method": "eagle"}, "`draft_model` is a head, d, but 2 processes"),
+    ({**RANKS, "draft_model": "d"}, {"speculative_method": "eagle"}, "`draft_model` is a head, d, but 2 processes"),
+    (RANKS, {"speculative_method": "mtp"}, "`speculative_method` is mtp, but 2 processes run the model"),
+    ({"draft_model": "d"}, {"speculative_method": "ngram"}, "`draft_model` is d, but `speculative_method` is ngram"),
 ]
 
 

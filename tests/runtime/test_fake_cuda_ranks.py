@@ -81,6 +81,7 @@ ENGINES: dict[str, tuple[str, int, dict[str, Any], set[str]]] = {
     "whole experts": ("experts", 2, {"tp": 2, "ep": 2}, PLANS),
     "whole experts, sent to": ("experts", 2, {"tp": 2, "ep": 2, "moe_a2a": True}, COUNTS),
     "two stages of two ranks": ("dense", 4, {"pp": 2, "tp": 2}, PLANS),
+    "two stages, drafts": ("dense", 2, {"pp": 2, "num_speculative_tokens": 2, "draft_model": "dense"}, PLANS),
 }
 """By name: model, devices, options, files in which a rank waits while it serves."""
 GRAPHS = ("whole experts",)  # others divide their decodes, or cannot be captured
@@ -102,12 +103,15 @@ def test_ranks_draw_the_tokens_of_a_cpu(
 ) -> None:
     """Over FlashInfer's calls and NCCL's groups; collectives are captured in graphs and run again in their replays."""
     model, devices, options, waits = ENGINES[name]
+    if "draft_model" in options:
+        options = {**options, "draft_model": str(folders[options["draft_model"]])}
     with gpus(devices) as gpu, LLM(folders[model], **GPU, **options) as llm:
         assert llm.attention_backend == "flashinfer"
         started = len(gpu.waits)
         answers = llm.generate(PROMPTS, FIVE)
         served = waits_since(gpu, started)
         graphs = llm.host.executor.executor.graphs  # type: ignore[attr-defined]
+        assert not llm.config.speculates or llm.stats().drafts.right > 0
     assert (graphs is not None and graphs.replays > 0) == (name in GRAPHS)
     assert [one.token_ids for one in answers] == expected[model]
     assert served == waits

@@ -162,7 +162,18 @@ PAIRS: list[Case] = [
     Case(name="drafts, tiers", variant="draft model", options={**DRAFTER, **STORED}),
     Case(name=f"drafts, {ROLES}", variant="ngram", layout="roles", options=NGRAM),
     Case(name=f"drafts, {ROLES}", variant="draft model", layout="roles", options=DRAFTER),
-    Case(name="drafts, stages", options={"pp": 2, "tp": 2, **NGRAM}),
+    Case(name="drafts, stages", variant="ngram", options={"pp": 2, "tp": 2, **NGRAM}),
+    Case(name="drafts, stages", variant="draft model", options={"pp": 2, **DRAFTER}),
+    Case(
+        name="drafts, stages", variant="draft model, 4 stages, mixed",
+        options={"pp": 4, "pp_async_batch_depth": 1, "batching": "mixed", "reserve": "on_demand", **DRAFTER}
+        | {"max_running_requests": 12}, retract_every=2,
+    ),
+    Case(name="drafts, stages, tiers", options={"pp": 2, **DRAFTER, **STORED}),
+    Case(
+        name=f"drafts, stages, {ROLES}", layout="roles", options=DRAFTER, prefill={"pp": 2}, decode={"pp": 2},
+    ),
+    Case(name=f"drafts, {RANKS}", kind="dense", layout="ranks", options=DRAFTER),
     Case(
         name=f"drafts, {RANKS} with experts", kind="experts", layout="ranks",
         options={**ALL_TO_ALL, **NGRAM, "batching": "mixed"},
@@ -362,7 +373,7 @@ def running(case: Case, models: Models, overlap: int, place: Path) -> Iterator[R
     """Run the engines of a case, with a journal each in a folder of `place`."""
     given: dict[str, Any] = {**models.options(case.kind), **DEBUG, **case.options, "overlap_depth": overlap}
     if "draft_model" in given:
-        given["draft_model"] = str(demo_folder())
+        given["draft_model"] = str(given.get("model", demo_folder()))
     if "storage" in given:
         given["storage"] = str(models.folder / f"kv of {case.title}")  # kept for the next depth of overlap
     forced = {"retract_every": case.retract_every}
@@ -387,7 +398,14 @@ def running(case: Case, models: Models, overlap: int, place: Path) -> Iterator[R
             yield Running([llm], [llm])
 
 
-_OF_CONFIG = ("device", "grammar_backend", "debug", "ep", "moe_a2a")  # options of a rank that SchedConfig does not have
+_OF_CONFIG = (
+    "device",
+    "grammar_backend",
+    "debug",
+    "ep",
+    "moe_a2a",
+    "draft_model",
+)  # options of a rank that SchedConfig does not have
 
 
 def check(case: Case, models: Models, overlap: int, seed: int, place: Path) -> Outcome:

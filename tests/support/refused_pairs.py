@@ -36,8 +36,9 @@ RANKS: dict[str, Any] = {"tp": 2, "attention_dp": 2, "rank_schedulers": True}
 DRAFTER: dict[str, Any] = {"speculative_method": "draft_model", "draft_model": "demo"}
 NGRAM: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": 3}
 WINDOWS: dict[str, Any] = {"swa_full_tokens_ratio": 0.5}
-ON_RANKS = "data-parallel attention with `draft_model`, `--pp` or pages of windows"
-IN_STAGES = "stages with a draft model, pages of windows or a head that drafts"
+ON_RANKS = "data-parallel attention with `--pp`, pages of windows or a head that drafts"
+IN_STAGES = "stages with pages of windows or a head that drafts"
+SPLIT = "a draft model with `--tp`"
 IN_HALVES = "halves with drafts, forced tokens, several steps, stages, pools of windows or states"
 POOLS = "tiers or prefill and decode engines with pools of windows or states"
 REFUSED: list[Refused] = [
@@ -48,18 +49,22 @@ REFUSED: list[Refused] = [
     *(
         Refused(name=ON_RANKS, options={**RANKS, **options}, words=words)
         for options, words in (
-            (DRAFTER, "`draft_model` is .*, but `attention_dp` is 2"),
             ({"pp": 2}, "`pp` is 2, but `attention_dp` is 2"),
             (WINDOWS, "`swa_full_tokens_ratio` is 0.5, but `attention_dp` is 2"),
+            ({"speculative_method": "mtp"}, "`speculative_method` is mtp, but 2 processes run the model"),
+            ({**DRAFTER, "speculative_method": "eagle"}, "`draft_model` is a head, .*, but 2 processes"),
         )
     ),
     *(
         Refused(name=IN_STAGES, options={"pp": 2, **options}, words=words)
         for options, words in (
-            (DRAFTER, "`draft_model` is .*, but `pp` is 2"),
             (WINDOWS, "`swa_full_tokens_ratio` is 0.5, but `pp` is 2"),
             ({"speculative_method": "mtp"}, "`speculative_method` is mtp, but 2 processes run the model"),
+            ({**DRAFTER, "speculative_method": "eagle"}, "`draft_model` is a head, .*, but 2 processes"),
         )
+    ),
+    Refused(
+        name=SPLIT, options={"tp": 2, "pp": 2, **DRAFTER}, words="`tp` is 2: a draft model is not split",
     ),
     Refused(
         name="stages with several steps per launch", options={"pp": 2, "decode_steps_per_launch": 3},

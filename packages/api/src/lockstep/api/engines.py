@@ -329,9 +329,9 @@ def _data_rank(settings: ServeSettings, place: Place) -> DataRank | None:
     """Return which data-parallel rank an engine process is; None: its engine has one."""
     from lockstep.runtime.data_ranks import DataRank
 
-    if (ranks := settings.attention_dp) == 1:
+    if (ranks := settings.attention_dp_of(place.number)) == 1:
         return None
-    rank = place.number % ranks
+    rank = settings.rank_of(place.number)
     return DataRank(rank, ranks, engine_folder(place.folder.parent, place.number - rank, settings.engines))
 
 
@@ -347,15 +347,17 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
             f"a model needs the package lockstep-runtime with torch: {error}\n"
             "hint: install it, or give emulate (--emulate qwen3-8b@h200)"
         ) from error
-    split = {"tp": settings.tp_of(number), "pp": settings.pp_of(number)}
-    settings = msgspec.structs.replace(settings, device=_device(settings, number), **split)
+    split = settings.layout_of(number) | {"device": _device(settings, number)}
     scheduler = _scheduler(settings, number)
     loras = scheduler.get("max_loras", LORAS if settings.lora else None)
-    meter = None if settings.calibration is None else _meter(settings, settings.calibration, folder, loras)
+    meter = None
+    if settings.calibration is not None:
+        of_engine = msgspec.structs.replace(settings, device=split["device"], tp=split["tp"])
+        meter = _meter(of_engine, settings.calibration, folder, loras)
     text = text_of(settings)
     assert text is None or isinstance(text, Text)  # only an emulated model has another kind
     config = EngineConfig(
-        **{name: getattr(settings, name) for name in options_of(EngineOptions)},
+        **{name: getattr(settings, name) for name in options_of(EngineOptions)} | split,
         text=text,
         lora=settings.lora,
         grammar_limits=_grammar_limits(settings),
@@ -471,7 +473,7 @@ def check_journal(settings: ServeSettings) -> None:
     several, alone = len(list(run.glob("engines/*/journal"))), any((run / "journal").glob("*.log"))
     engines = several or int(alone)
     if several if settings.engines == 1 else alone or several not in (0, settings.engines):
-        alike = not settings.hands_over and settings.attention_dp == 1
+        alike = not settings.hands_over and not settings.has_ranks
         wanted = f"`dp` is {settings.dp}" if alike else f"there are {settings.engines}"
         hint = f"give dp {engines}, or another folder" if alike else "another folder"
         raise ConfigError(

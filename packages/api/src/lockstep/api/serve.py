@@ -67,9 +67,9 @@ def serve(
         except OSError as error:
             raise ConfigError(f"`save`: {save} cannot be written: {error.strerror or error}") from None
     if dry_run:
-        if settings.attention_dp > 1:
+        if (ranks := settings.attention_dp_of(0)) > 1:
             raise ConfigError(
-                f"`dry_run` builds one engine, and `attention_dp` is {settings.attention_dp}: ranks need each other\n"
+                f"`dry_run` builds one engine, and `attention_dp` is {ranks}: ranks need each other\n"
                 "hint: leave out --dry-run, or --attention-dp and --rank-schedulers"
             )
         click.echo(describe(settings))
@@ -178,14 +178,15 @@ def _named(tenants: list[str]) -> str:
 
 def _engines(settings: ServeSettings) -> str:
     """Return the number of engines as text, by role."""
-    ranks = settings.attention_dp
-    of_ranks = f" of {_count(ranks, 'data-parallel rank')}" if ranks > 1 else ""
     if not settings.hands_over:
-        return _count(settings.dp, "engine") + of_ranks
-    return ", ".join(
-        _count(number, f"{role} engine") + of_ranks
-        for role, number in (("prefill", settings.prefill_engines), ("decode", settings.decode_engines))
-    )
+        return _count(settings.dp, "engine") + _of_ranks(settings.attention_dp)
+    prefill_ranks, decode_ranks = settings.attention_dp_of(0), settings.attention_dp_of(settings.engines - 1)
+    prefills = _count(settings.prefill_engines, "prefill engine") + _of_ranks(prefill_ranks)
+    return f"{prefills}, " + _count(settings.decode_engines, "decode engine") + _of_ranks(decode_ranks)
+
+
+def _of_ranks(ranks: int) -> str:
+    return f" of {_count(ranks, 'data-parallel rank')}" if ranks > 1 else ""
 
 
 def _count(number: int, noun: str) -> str:

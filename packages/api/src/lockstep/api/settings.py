@@ -11,6 +11,7 @@ import re
 import tomllib
 from copy import copy
 from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
@@ -26,7 +27,6 @@ from lockstep.core.contract.runtime_settings import refuse_in_runtime
 from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
 from lockstep.host.answer_folders import ANSWERS
-from lockstep.host.drafts import draft_method
 from lockstep.host.engine_options import EngineOptions, RankOptions
 from lockstep.host.layout_options import check_layout
 from lockstep.host.options import Option, options_of
@@ -168,6 +168,12 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
     decode_tp: Annotated[int | None, Option("--tp of decode engines.", metavar="GPUS", default="as --tp")] = None
     prefill_pp: Annotated[int | None, Option("--pp of prefill engines.", metavar="STAGES", default="as --pp")] = None
     decode_pp: Annotated[int | None, Option("--pp of decode engines.", metavar="STAGES", default="as --pp")] = None
+    prefill_attention_dp: Annotated[
+        int | None, Option("--attention-dp of prefill engines.", metavar="RANKS", default="as --attention-dp")
+    ] = None
+    decode_attention_dp: Annotated[
+        int | None, Option("--attention-dp of decode engines.", metavar="RANKS", default="as --attention-dp")
+    ] = None
     router: Annotated[RouterPolicy, Option("Policy that assigns requests to engines: docs/routing.md.")] = (
         USUAL_ROUTER.policy
     )
@@ -322,6 +328,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             ("tp", 1),
             ("pp", 1),
             ("dp", 1),
+            ("attention_dp", 1),
             ("port", 0),
             ("answer_tokens", 0),
             ("seed", 0),
@@ -410,11 +417,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             if name not in ("vllm", "sglang"):
                 raise ConfigError(f"`metrics_compat` must be vllm or sglang, got `{name}`")
         check_tiers(self, RankOptions())
-        tps = sorted({self.tp_of(engine) for engine in range(self.engines)})
-        for pp in sorted({self.pp_of(engine) for engine in range(self.engines)}):
-            of_engine = copy(self)  # without another `__post_init__`
-            msgspec.structs.force_setattr(of_engine, "pp", pp)
-            check_layout(of_engine, self.set, tps)
+        self._check_layouts()
         known = [one.name for one in msgspec.structs.fields(SchedConfig)]
         for name, value in self.set.items():
             refuse_in_runtime(name)
@@ -444,15 +447,6 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                     f"`{name}` is {self.set[name]}, but an emulated engine takes no media\n"
                     "hint: leave it out; `lockstep simulate --media` predicts its effect"
                 )
-        if self.draft_model is not None and "speculative_method" not in self.set:
-            method = draft_method(self.draft_model)
-        if (method in ("draft_model", "eagle")) != (self.draft_model is not None) or (
-            method in ("draft_model", "eagle", "mtp") and self.tp > 1
-        ):
-            raise ConfigError(
-                f"`draft_model` is {self.draft_model}, but `speculative_method` is {method} and `tp` is {self.tp}\n"
-                "hint: drafts of a model or of an EAGLE head need its folder as draft_model; those and mtp need tp 1"
-            )
         for name, formats in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", THOUGHTS)):
             if getattr(self, name) not in ("auto", "none", *formats):
                 known_formats = ", ".join(("auto", "none", *formats))
@@ -462,7 +456,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 if getattr(self, name) != defaults[name]:
                     raise ConfigError(f"`{name}` is for an emulated engine\nhint: drop it, or give emulate")
         else:
-            for name in (*OF_A_MODEL, "prefill_pp", "decode_pp"):
+            for name in (*OF_A_MODEL, "prefill_pp", "decode_pp", "prefill_attention_dp", "decode_attention_dp"):
                 if getattr(self, name) != defaults[name]:
                     raise ConfigError(f"`{name}` is for a model, and an emulated engine has none\nhint: drop it")
             if self.profile_dir is not None:
@@ -486,27 +480,59 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
         Each data-parallel rank has one; those of one engine have consecutive numbers.
         """
-        return (self.prefill_engines + self.decode_engines if self.hands_over else self.dp) * self.attention_dp
+        if not self.hands_over:
+            return self.dp * self.attention_dp
+        return self.prefill_processes + self.decode_engines * self._of_role("decode", "attention_dp")
+
+    @property
+    def prefill_processes(self) -> int:
+        """Number of processes of all prefill engines."""
+        return self.prefill_engines * self._of_role("prefill", "attention_dp")
 
     def role_of(self, engine: int) -> str:
         """Return the role of an engine: mixed, prefill or decode."""
         if not self.hands_over:
             return "mixed"
-        return "prefill" if engine // self.attention_dp < self.prefill_engines else "decode"
+        return "prefill" if engine < self.prefill_processes else "decode"
+
+    def _of_role(self, role: str, name: str) -> int:
+        """Return `tp`, `pp` or `attention_dp` of the engines of a role."""
+        own = getattr(self, f"{role}_{name}", None)  # mixed engines have no option of their own
+        found: int = getattr(self, name) if own is None else own
+        return found
 
     def tp_of(self, engine: int) -> int:
         """Return the GPUs of each pipeline stage of an engine."""
-        own = {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(self.role_of(engine))
-        return self.tp if own is None else own
+        return self._of_role(self.role_of(engine), "tp")
 
     def pp_of(self, engine: int) -> int:
         """Return the pipeline stages of an engine."""
-        own = {"prefill": self.prefill_pp, "decode": self.decode_pp}.get(self.role_of(engine))
-        return self.pp if own is None else own
+        return self._of_role(self.role_of(engine), "pp")
+
+    def attention_dp_of(self, engine: int) -> int:
+        """Return the data-parallel ranks of the engine to which a process belongs."""
+        return self._of_role(self.role_of(engine), "attention_dp")
+
+    def rank_of(self, engine: int) -> int:
+        """Return which data-parallel rank of its engine a process is."""
+        first = self.prefill_processes if self.role_of(engine) == "decode" else 0
+        return (engine - first) % self.attention_dp_of(engine)
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether any engine has data-parallel ranks."""
+        return max(self.attention_dp_of(engine) for engine in range(self.engines)) > 1
+
+    def layout_of(self, engine: int) -> dict[str, Any]:
+        """Return the options by which the model of an engine is split."""
+        ranks = self.attention_dp_of(engine)
+        schedulers = self.rank_schedulers and (ranks > 1 or not self.has_ranks)  # of the engines with ranks
+        split = {"tp": self.tp_of(engine), "pp": self.pp_of(engine)}
+        return {**split, "attention_dp": ranks, "rank_schedulers": schedulers}
 
     def gpus_of(self, engine: int) -> int:
         """Return the GPUs of an engine, of all its stages; of a data-parallel rank, its own."""
-        return self.tp_of(engine) * self.pp_of(engine) // self.attention_dp
+        return self.tp_of(engine) * self.pp_of(engine) // self.attention_dp_of(engine)
 
     def _check_roles(self) -> None:
         """Raise ConfigError for options of prefill and decode engines that contradict others."""
@@ -524,25 +550,21 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 f"`role` is {role}, but the roles of a server's engines follow from their numbers\n"
                 "hint: --prefill-engines 1 --decode-engines 1"
             )
-        for name in ("prefill_tp", "decode_tp", "prefill_pp", "decode_pp"):
-            value = getattr(self, name)
-            if value is not None and not (self.hands_over and 1 <= value <= AT_MOST[name.partition("_")[2]]):
+        for role, name in product(("prefill", "decode"), ("tp", "pp", "attention_dp")):
+            value, most = getattr(self, f"{role}_{name}"), AT_MOST[name]
+            if value is not None and not (self.hands_over and 1 <= value <= most):
                 raise ConfigError(
-                    f"`{name}` is {value}; it must be at least 1, and is for prefill and decode engines\n"
+                    f"`{role}_{name}` is {value}; it must be at least 1, and is for prefill and decode engines\n"
                     "hint: --prefill-engines 1 --decode-engines 1"
                 )
-        if self.attention_dp > 1:
+        if self.has_ranks:
             for name, unset in (("dp", 1), ("admission", None), ("calibration", None)):
                 if (given := getattr(self, name)) != unset:
+                    most = max(self.attention_dp_of(engine) for engine in range(self.engines))
                     raise ConfigError(
-                        f"`{name}` is {given}, but `attention_dp` is {self.attention_dp}: a server has one engine of "
-                        "data-parallel ranks, or one for each role, without that\nhint: drop one of the two"
+                        f"`{name}` is {given}, but `attention_dp` is {most}: a server has one engine of "
+                        "data-parallel ranks, or some for each role, without that\nhint: drop one of the two"
                     )
-            if self.hands_over and {self.prefill_tp or self.tp, self.decode_tp or self.tp} != {self.tp}:
-                raise ConfigError(
-                    f"`attention_dp` is {self.attention_dp}, and prefill and decode engines have different `tp`: all "
-                    "engines of a server have the same data-parallel ranks\nhint: give tp alone"
-                )
         if self.emulate is None and self.hands_over and self.swa_full_tokens_ratio is not None:
             raise ConfigError(
                 f"`swa_full_tokens_ratio` is {self.swa_full_tokens_ratio}, but prefill and decode engines do not hand "
@@ -562,6 +584,16 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 "`admission` is given, but a queue in front of prefill and decode engines does not exist yet\n"
                 "hint: leave it out"
             )
+
+    def _check_layouts(self) -> None:
+        """Raise ConfigError for options that do not go together in an engine, of any role."""
+        tps = sorted({self.tp_of(engine) for engine in range(self.engines)})
+        layouts = {tuple(self.layout_of(engine).items()): None for engine in range(self.engines)}
+        for layout in layouts:
+            of_engine = copy(self)  # without another `__post_init__`
+            for name, value in layout:
+                msgspec.structs.force_setattr(of_engine, name, value)
+            check_layout(of_engine, self.set, tps)
 
     def router_config(self) -> RouterConfig:
         """Return the policy by which requests are assigned to engines. Raises ConfigError."""

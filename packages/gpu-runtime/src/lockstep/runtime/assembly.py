@@ -34,9 +34,17 @@ from lockstep.runtime.attention import AttentionBackend, Needs, choose, make
 from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.blocks import DeviceBlocks, check_blocks, with_threshold
 from lockstep.runtime.canary import Canary
-from lockstep.runtime.draft_model import ModelDrafter
-from lockstep.runtime.draft_sources import Draft, check_trees, draft_of, takes_media, taps_of
-from lockstep.runtime.drafting import Drafter, NgramDrafter
+from lockstep.runtime.draft_sources import (
+    Draft,
+    check_trees,
+    draft_of,
+    draft_page_bytes,
+    layers_beside,
+    make_drafter,
+    takes_media,
+    taps_of,
+)
+from lockstep.runtime.drafting import NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RowSampler, RunnableModel
 from lockstep.runtime.expert_load import counter_for
 from lockstep.runtime.expert_moves import with_placing
@@ -56,11 +64,11 @@ from lockstep.runtime.lora.slots import run_once
 from lockstep.runtime.media import DeviceMedia
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.memory_saver import MemorySaver, placed
-from lockstep.runtime.models import LanguageModel, Parallel, build_model, stored_dtype
+from lockstep.runtime.models import LanguageModel, ModelSettings, Parallel, build_model, stored_dtype
 from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.models.draft_heads import DraftHead
 from lockstep.runtime.models.packed import pack_matrices, packed_bytes
-from lockstep.runtime.models.stage import ExpertSplit
+from lockstep.runtime.models.stage import ExpertSplit, StageLayers
 from lockstep.runtime.multiplexing import LayerParts, multiplexing_of
 from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
 from lockstep.runtime.pieces import TOKENS_MAX, make_pieces, piece_sizes
@@ -233,7 +241,9 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             choose_dtype(settings.dtype, device, settings.model),
             device,
             random_weights_seed=settings.random_weights_seed,
-            parallel=None if ranks is None else replace(ranks.parallel(), stage=ranks.place.stage, experts=experts),
+            parallel=None
+            if ranks is None
+            else replace(ranks.parallel(), stage=stage_of(settings, ranks), experts=experts),
             kv_fp8=settings.kv_cache_dtype == "fp8_e4m3",
             fp8_activations=settings.fp8_activations,
             backend=settings.model_backend,
@@ -319,6 +329,12 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     return Assembled(model, config, memory, kernels.backend, enabled, executor, mover, transfers)
 
 
+def stage_of(settings: RankSettings, ranks: OtherRanks) -> StageLayers:
+    """Return the layers of a rank's stage. The first stage has fewer if it drafts."""
+    stage = ranks.place.stage
+    return stage if stage.count == 1 else replace(stage, beside=layers_beside(settings))
+
+
 def _experts_of(settings: RankSettings) -> ExpertSplit:
     return ExpertSplit(settings.ep, settings.moe_a2a, settings.eplb, settings.redundant_experts)
 
@@ -339,6 +355,7 @@ def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, mo
     of_all = page_bytes * model.parallel.ranks
     if model.stage.count > 1:  # page bytes are proportional to layers, but for some numbers of each token
         of_all = of_all * model.settings.layers // model.layers
+        of_all += draft_page_bytes(settings, config.page_size, model) if not model.stage.is_first else 0
     return msgspec.structs.replace(config, tiers=cache_tiers(settings, of_all))
 
 
@@ -513,17 +530,12 @@ def make_executor(
         blocks = None
         if model.settings.blocks is not None:
             blocks = DeviceBlocks(model.settings.blocks, config.rows_max, lane)
-        drafter: Drafter | None = None
-        if draft is not None:
-            plans = (config.drafts_max + 2) * (config.overlap_depth + 1)
-            pool_of_drafts = make_pool(draft, config.pages, config.page_size)
-            of_drafts = kernels.attention(pool_of_drafts, draft, plans_in_flight=plans)
-            if isinstance(draft, DraftHead):
-                drafter = HeadDrafter(draft, of_drafts, lane.upload)
-            else:
-                drafter = ModelDrafter(draft, of_drafts, config.pages)
-        elif config.speculates:
-            drafter = NgramDrafter((config.pages + 1) * config.page_size, config.page_size, device)
+        plans = (config.drafts_max + 2) * (config.overlap_depth + 1)
+
+        def of_drafts(one: Draft) -> AttentionBackend:
+            return kernels.attention(make_pool(one, config.pages, config.page_size), one, plans_in_flight=plans)
+
+        drafter = make_drafter(draft, config, lane, model.links, of_drafts)
         canary = None
         if debug:
             windows = (0, 0) if hybrid is None else (hybrid.window_tokens, window_pages)
@@ -749,7 +761,7 @@ def _sized(
         "eos_token_ids": model.settings.end_tokens,
         **sched,
     }
-    given.setdefault("context_tokens_max", min(model.settings.context_tokens, 32768 if gpu else 4096))
+    given.setdefault("context_tokens_max", usual_context(model.settings, device))
     if model.whole_prompts:
         tokens = whole_prompts.GPU_PREFILL_TOKENS if gpu else whole_prompts.CPU_PREFILL_TOKENS
         given = whole_prompts.whole_prompt_settings(given, tokens)
@@ -763,7 +775,8 @@ def _sized(
         )
     without_pages = SchedConfig(**{"pages": 1 << 20, **given})
     method = without_pages.speculative_method
-    if draft is None and without_pages.speculates and method != "ngram":  # a journal that is executed again
+    elsewhere = method == "draft_model" and not model.stage.is_first
+    if draft is None and without_pages.speculates and method != "ngram" and not elsewhere:  # a journal executed again
         raise ConfigError(
             f"`speculative_method` is {method}, but nothing here drafts so\n"
             "hint: ngram needs no model; LLM and lockstep serve take a draft_model"
@@ -797,7 +810,7 @@ def _sized(
     if draft is not None:
         page_bytes += page_bytes_of(draft, page_size)
         page_bytes += HeadDrafter.bytes_of(draft, page_size) if isinstance(draft, DraftHead) else 0
-    elif without_pages.speculates:
+    elif without_pages.speculates and not elsewhere:
         page_bytes += NgramDrafter.bytes_of(page_size)
     kernels = pick(without_pages)
     if ranks is not None:
@@ -848,6 +861,11 @@ def _sized(
     if hybrid and recorded is msgspec.UNSET:
         given["hybrid"] = HybridMemory(**hybrid)
     return SchedConfig(**{**given, "pages": budget.pages}), budget, kernels
+
+
+def usual_context(model: ModelSettings, device: torch.device) -> int:
+    """Return `context_tokens_max` where none is given."""
+    return min(model.context_tokens, 32768 if device.type == "cuda" else 4096)
 
 
 def largest_pass_tokens(config: SchedConfig) -> int:

@@ -48,7 +48,8 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
         lora: LoRA adapters, folders in the format of PEFT, by name; more can be loaded later.
         hand_over: of a prefill or decode engine: makes its side of transfers, given the part that moves pages.
         data_rank: of an engine that is one of several data-parallel ranks: which one.
-        draft_model: implies `speculative_method="draft_model"`. Not possible with `tp`.
+        draft_model: implies `speculative_method="draft_model"`. Not possible with `tp`; with `pp` it
+            is on the first stage, with `attention_dp` whole on each rank.
     """
 
     sched: Mapping[str, Any] = msgspec.field(default_factory=dict)

@@ -64,6 +64,7 @@ from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
 from lockstep.runtime.sampling.passes import joined_passes, reported_logprobs
 from lockstep.runtime.sent_draws import drawn_values, packed_drawn, samples_of, unpacked_drawn
+from lockstep.runtime.stage_drafts import ReceivedDrafts, drafted_of
 from lockstep.runtime.stages import StageLinks
 from lockstep.runtime.states.slots import PlannedStates, RowSlots
 from lockstep.runtime.tables import (
@@ -398,6 +399,8 @@ class Executor:
         one = launched.packed.passes[0]
         launched.entered = self.lane.begin()
         with self.lane.stream():
+            if isinstance(self.drafter, ReceivedDrafts):
+                self.drafter.expect(one)
             if not links.stage.is_first:
                 launched.hidden = links.expect_hidden(int(one.indptr[-1]))
             if not links.stage.is_last and (values := drawn_values(one)):
@@ -610,7 +613,7 @@ class Executor:
 
     def _guessed(self, verifying: VerifyRows, there: VerifyingTensors, newest: Tensor, stands_host: Int32s) -> Tensor:
         """Return the drafts of each row, int64 [rows, most]: guesses, or tokens that its grammar forces."""
-        drafted = verifying.drafts - verifying.forced if verifying.forced.size else verifying.drafts
+        drafted = drafted_of(verifying)
         guessed = newest.new_zeros(len(newest), 0)
         if drafted.any():
             assert self.drafter is not None

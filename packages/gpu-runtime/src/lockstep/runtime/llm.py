@@ -58,7 +58,7 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORA_OFF, LORAS, AdapterRegistry, source_of
 from lockstep.host.batches import Int32s
 from lockstep.host.cache_moves import MoveCounts
-from lockstep.host.drafts import DraftCounts, draft_method
+from lockstep.host.drafts import DraftCounts, DraftingRanks, check_draft_model, draft_method
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
 from lockstep.host.expert_load import ExpertMeter, ExpertMover
@@ -91,10 +91,10 @@ from lockstep.host.weights import (
     write_source,
 )
 from lockstep.runtime import watchdog
-from lockstep.runtime.assembly import assemble, choose_device, device_name
+from lockstep.runtime.assembly import assemble, choose_device, device_name, usual_context
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
 from lockstep.runtime.data_ranks import DataRanks, FixedWeights, check_shared
-from lockstep.runtime.draft_sources import check_draft_model
+from lockstep.runtime.draft_sources import check_draft_fits
 from lockstep.runtime.engine_config import LORA_RANK_MAX, EngineConfig
 from lockstep.runtime.expert_meter import DeviceMeter, LeadMeter
 from lockstep.runtime.expert_moves import LeadExpertMover, RankExpertMover
@@ -207,7 +207,8 @@ class LLM:
             sched.pop("tiers", None)  # they follow from the options again; the keeper compares them
         if sources and not sched["max_loras"]:
             raise ConfigError("`lora` names adapters, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
-        check_draft_model(draft_model, sched.get("speculative_method"), tp * config.pp)
+        of_draft = DraftingRanks(1, config.pp, tp) if config.data_rank is not None else DraftingRanks(tp, config.pp)
+        check_draft_model(draft_model, sched.get("speculative_method"), of_draft)
         weights = WeightsLog() if keeper is None else keeper.weights
         if weights.version:
             check_lasting(weights.version, read_source(weights.source))
@@ -243,6 +244,9 @@ class LLM:
                 of_model = read_settings(folder, backend=backend)
                 check_split(of_model, tp, config.ep)
                 check_stages(of_model, config.pp)
+                if drafts_from is not None:  # another rank has the draft model
+                    longest = sched.get("context_tokens_max", usual_context(of_model, where))
+                    check_draft_fits(drafts_from, of_model, backend, longest)
                 read_settings(folder, tp, backend, ExpertSplit(config.ep, config.moe_a2a))
                 self.group = RankGroup(
                     tp, where, settings, pp=config.pp, timeout_s=config.rank_timeout_s, ray=config.ray

@@ -8,8 +8,9 @@
                  `---------------`---------------'               drawn tokens, to all stages before
 
 Every stage receives every plan and runs it on its own layers, in launch order. The last stage samples. The stages
-before it store the drawn tokens as if they had drawn them, so their tables stay equal. All receives are begun when a
-plan is launched, so that bytes move while other batches are computed.
+before it store the drawn tokens as if they had drawn them, so their tables stay equal. A draft model is on the first
+stage, which sends its drafts ahead of the hidden states (stage_drafts.py). All receives are begun when a plan is
+launched, so that bytes move while other batches are computed.
 
 A stage is a tensor-parallel group of its own. Ranks of the same number in their groups form a *column*, and only ranks
 of one column send to each other. Columns use gloo on a CPU and NCCL between GPUs. Hidden states and tokens have a
@@ -19,7 +20,7 @@ process group each, because NCCL runs the sends and receives of one pair of rank
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.models.stage import StageLayers
 
-UNWAITED = 64  # sends of drawn tokens that are not waited for; batches in flight are fewer
+UNWAITED = 64  # sends of drawn tokens, or of drafts, that are not waited for; batches in flight are fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class StageLinks:
             self._groups.append(made)
         self._hidden_sends: deque[tuple[Any, Tensor]] = deque()  # gloo reads a tensor until its send has ended
         self._drawn_sends: deque[tuple[Any, Tensor]] = deque()
+        self._draft_sends: deque[tuple[Any, Tensor]] = deque()
 
     def send_hidden(self, hidden: Tensor) -> None:
         """Begin to send the result of a pass to the next stage."""
@@ -103,16 +105,22 @@ class StageLinks:
 
     def send_drawn(self, drawn: Tensor) -> None:
         """Begin to send the drawn tokens of a batch, int32 [values], to all stages before."""
-        while len(self._drawn_sends) > UNWAITED:
-            with self._explained("send"):
-                self._drawn_sends.popleft()[0].wait()
-        for stage in range(self.stage.number):
-            with self._explained("send"):
-                self._drawn_sends.append((self._groups[1].send([drawn], stage, 0), drawn))
+        self._send_small(1, drawn, range(self.stage.number), self._drawn_sends)
 
     def expect_drawn(self, values: int) -> Callable[[], Tensor]:
         """Begin to receive the drawn tokens of a batch from the last stage; the returned function waits for them."""
         return self._expect(1, torch.empty(values, dtype=torch.int32, device=self.device), self.stage.count - 1)
+
+    def send_drafts(self, drafts: Tensor) -> None:
+        """Begin to send the drafts of a pass, int32 [rows, most], to all later stages. Called before `send_hidden`."""
+        self._send_small(0, drafts, range(self.stage.number + 1, self.stage.count), self._draft_sends)
+
+    def expect_drafts(self, rows: int, most: int) -> Callable[[], Tensor]:
+        """Begin to receive the drafts of a pass from the first stage; the returned function waits for them.
+
+        Called before `expect_hidden` of the same pass, because both are sent in one group.
+        """
+        return self._expect(0, torch.empty((rows, most), dtype=torch.int32, device=self.device), 0)
 
     def abort(self) -> None:
         """Release threads that wait for stages that have ended. gloo detects the end itself, NCCL's kernels do not."""
@@ -124,6 +132,15 @@ class StageLinks:
         """Leave the groups, without waiting for the other stages."""
         self.abort()
         self._groups = []
+
+    def _send_small(self, group: int, sent: Tensor, stages: Sequence[int], sends: deque[tuple[Any, Tensor]]) -> None:
+        """Begin to send a small tensor to some stages, and keep it until that has ended."""
+        while len(sends) > UNWAITED:
+            with self._explained("send"):
+                sends.popleft()[0].wait()
+        for stage in stages:
+            with self._explained("send"):
+                sends.append((self._groups[group].send([sent], stage, 0), sent))
 
     def _expect(self, group: int, into: Tensor, source: int) -> Callable[[], Tensor]:
         with self._explained("receive"):

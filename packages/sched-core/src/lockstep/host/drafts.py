@@ -1,4 +1,4 @@
-"""Counts of drafts: verified, right, and verifications whose first n drafts were right."""
+"""What drafts beside which ranks, and counts of drafts: verified, right, and the first n of a verification right."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import SpeculativeMethod
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.batches import Int32s
 
 
@@ -21,6 +22,49 @@ def draft_method(folder: str | Path) -> SpeculativeMethod:
     except (OSError, ValueError, AttributeError):
         return "draft_model"  # its loader explains what is wrong
     return "eagle" if isinstance(names[0], str) and "Eagle3" in names[0] else "draft_model"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingRanks:
+    """How many processes run the model that is drafted for.
+
+    Args:
+        split: ranks that split its layers; data-parallel ranks, of which each has all of the attention, count as one.
+        stages: pipeline stages, of which the first has a draft model.
+        shared: data-parallel ranks, of which each has the whole draft model for the requests of its own.
+    """
+
+    split: int = 1
+    stages: int = 1
+    shared: int = 1
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        return self.split * self.stages * self.shared
+
+
+def check_draft_model(folder: str | Path | None, method: object, ranks: DraftingRanks) -> None:
+    """Raise ConfigError if the speculative method and the draft model do not fit together, or not these ranks."""
+    if folder is None and method in ("draft_model", "eagle"):
+        raise ConfigError(f"`speculative_method` is {method}, but no `draft_model` is given\nhint: give its folder")
+    if method == "mtp" and ranks.processes > 1:
+        raise ConfigError(
+            f"`speculative_method` is mtp, but {ranks.processes} processes run the model: its layer is not split\n"
+            "hint: speculative_method ngram needs no layer"
+        )
+    if folder is not None and method not in ("draft_model", "eagle"):
+        raise ConfigError(f"`draft_model` is {folder}, but `speculative_method` is {method}\nhint: drop one of the two")
+    if method == "eagle" and ranks.processes > 1:
+        raise ConfigError(
+            f"`draft_model` is a head, {folder}, but {ranks.processes} processes run the model, whose layers it reads\n"
+            "hint: speculative_method ngram, or a draft model beside pp or attention_dp"
+        )
+    if folder is not None and ranks.split > 1:
+        raise ConfigError(
+            f"`draft_model` is {folder}, but `tp` is {ranks.split}: a draft model is not split\n"
+            "hint: speculative_method ngram needs no model"
+        )
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from lockstep.core.contract.config import OF_RANKS, PP_SIZE_MAX, STAGES_ONLY
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.drafts import DraftingRanks, check_draft_model, draft_method
 from lockstep.host.engine_options import GraphMode
 
 
@@ -49,9 +50,9 @@ class Layout(Protocol):
     def draft_model(self) -> str | None: ...
 
 
-NOT_ON_RANKS = {"draft_model": None, "swa_full_tokens_ratio": None, "pp": 1}
+NOT_ON_RANKS = {"swa_full_tokens_ratio": None, "pp": 1}
 """Options that data-parallel ranks do not follow yet, with the values that leave them out."""
-NOT_IN_STAGES = {"swa_full_tokens_ratio": None, "draft_model": None}
+NOT_IN_STAGES = {"swa_full_tokens_ratio": None}
 """Options that stages do not follow yet, with the values that leave them out."""
 
 
@@ -77,11 +78,23 @@ def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = (
                 f"got `{given.ep}`"
             )
     _check_moves(given, sched)
+    _check_drafts(given, sched, tps or (given.tp,))
     if given.moe_a2a and given.ep == 1:
         raise ConfigError(
             "`moe_a2a` sends tokens to the ranks of their experts, but `ep` is 1: every rank has a part of each\n"
             "hint: --ep N with --tp N, or leave out --moe-a2a"
         )
+
+
+def _check_drafts(given: Layout, sched: Mapping[str, Any], tps: Sequence[int]) -> None:
+    """Raise ConfigError for a drafter that these ranks and stages do not have."""
+    usual = "none" if given.draft_model is None else draft_method(given.draft_model)
+    method = sched.get("speculative_method", usual)
+    if given.attention_dp > 1:
+        check_draft_model(given.draft_model, method, DraftingRanks(1, given.pp, given.attention_dp))
+        return
+    for tp in tps:
+        check_draft_model(given.draft_model, method, DraftingRanks(tp, given.pp))
 
 
 def _check_moves(given: Layout, sched: Mapping[str, Any]) -> None:

@@ -275,11 +275,11 @@ class Launcher:
         run = None if settings.journal is None else Path(settings.journal)
         if run is not None:
             run.mkdir(mode=0o700, parents=True, exist_ok=True)
-        config, admission, ranks = settings.router_config(), settings.admission_config(), settings.attention_dp
+        config, admission = settings.router_config(), settings.admission_config()
 
         def make(answer: Callable[[Routed], object]) -> RouterService | PairRouting:
             if settings.hands_over:
-                sizes = (settings.prefill_engines * ranks, settings.decode_engines * ranks)
+                sizes = (settings.prefill_processes, settings.engines - settings.prefill_processes)
                 return PairRouting(*sizes, config, answer, run=run, bytes_max=settings.journal_bytes)
             return RouterService(
                 settings.engines, config, answer, run=run, bytes_max=settings.journal_bytes, admission=admission

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,31 @@ def read_settings(
     parallel = Parallel() if ranks == 1 else Parallel(0, ranks, lambda one: one, lambda one: one, experts=experts)
     make = Maker(device=torch.device("meta"), parallel=parallel)
     return _builder(config, backend)(config, make).settings
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRead:
+    """Bytes of weights that one pass of a whole model reads.
+
+    Args:
+        layers: of all layers; of_layer: of one layer, on average; logits: of the output projection.
+    """
+
+    layers: int
+    of_layer: float
+    logits: int
+
+
+def weights_read(folder: str | Path, backend: ModelBackend = "auto") -> WeightsRead:
+    """Return the bytes of the weights of a folder's model, by its config.json alone. Raises ConfigError."""
+    config, _ = _split_widened(_with_other_files(read_config(Path(folder)), Path(folder)))
+    model = _builder(config, backend)(config, Maker(ConfigReader(config).dtype(), torch.device("meta"), Parallel()))
+    sizes = {"layers": 0, "embed_tokens": 0, "lm_head": 0}
+    for one in model.tensors():
+        kind = next((name for name in ("embed_tokens", "lm_head") if name in one.name), "layers")
+        sizes[kind] += one.into.numel() * one.into.element_size()
+    logits = sizes["lm_head"] or sizes["embed_tokens"]
+    return WeightsRead(sizes["layers"], sizes["layers"] / model.settings.layers, logits)
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype:

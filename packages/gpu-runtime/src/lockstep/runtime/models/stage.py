@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from lockstep.core.cluster.stage_layers import layers_of_stages
+
 LAYER = re.compile(r"(?:model\.)?layers\.([0-9]+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """Stage `number` of `count`. Layers are divided evenly: the sizes of stages differ by at most one layer.
+    """Stage `number` of `count`. Layers are divided by `core/cluster/stage_layers.py`: evenly, if no stage drafts.
+
+    Args:
+        beside: work of the first stage for its drafts, in layers of the model; 0: it makes none, or n-grams.
 
     The first stage has the embedding, the last one the last norm and the output projection. If these two are one matrix
     (tied), both stages have it.
@@ -18,6 +23,7 @@ class StageLayers:
 
     number: int = 0
     count: int = 1
+    beside: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < self.count:
@@ -35,7 +41,9 @@ class StageLayers:
 
     def layers(self, layers: int) -> range:
         """Return the layers of this stage, of a model with `layers` layers."""
-        return range(layers * self.number // self.count, layers * (self.number + 1) // self.count)
+        divided = layers_of_stages(layers, self.count, self.beside, first=True)
+        start = sum(divided[: self.number])
+        return range(start, start + divided[self.number])
 
     def lacks(self, name: str, layers: int, *, tied: bool) -> bool:
         """Return whether another stage has a tensor of a checkpoint, by its name, and this one does not."""

@@ -20,6 +20,7 @@ from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafting import Drafter, NgramDrafter
 from lockstep.runtime.head_drafter import HeadDrafter
 from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.stage_drafts import SentDrafts
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """Types in which bytes are copied, the widest first."""
@@ -100,6 +101,7 @@ class PageParts:
 def parts_of(pool: KvPool, drafter: Drafter | None = None, canary: Canary | None = None) -> PageParts:
     """Return the parts of a page of an executor's memory."""
     tensors = [*_of_pool("model", pool)]
+    drafter = drafter.drafter if isinstance(drafter, SentDrafts) else drafter
     if isinstance(drafter, ModelDrafter):
         tensors += _of_pool("draft", drafter.attention.pool)
     elif isinstance(drafter, HeadDrafter):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import structs
 
+from lockstep.core.cluster.stage_layers import even_layers, layers_of_stages
 from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.hardware import (
     Constant,
@@ -35,7 +36,6 @@ from lockstep.sim.cost.terms import new_tokens
 if TYPE_CHECKING:
     from lockstep.sim.cost.lora import LoraCost
 
-TAKEN_OVER = 1 / 16  # share of its layers that a stage takes over, at most, from a last stage that drafts
 SENT_TENSORS = 2  # the hidden states, and the residual to which they are added later
 
 
@@ -99,34 +99,20 @@ def stages_of(model: ModelSpec, split: Parallelism) -> tuple[Stage, ...]:
 def layers_of(model: ModelSpec, split: Parallelism) -> list[int]:
     """Return the layers of each stage: those of `pp_layer_partition`, or a division that makes stages equally busy.
 
-    A last stage that drafts is busy for `drafter_layers` more layers. It has as many layers fewer as make the busiest
-    stage least busy. The other stages take over a sixteenth of their layers at most, or one layer: in a pass of prompts
-    and in memory, the drafter amounts to less than in a pass of decodes.
+    A last stage that drafts is busy for `drafter_layers` more layers; see `core/cluster/stage_layers.py`.
     Raises: CapacityError for a partition that has another number of stages or layers.
     """
     given = split.pp_layer_partition
     if given is not None:
         layers = [int(part) if part.strip().isdecimal() else 0 for part in given.split(",")]
         if len(layers) != split.pp or sum(layers) != model.layers or min(layers) < 1:
-            hint = ",".join(map(str, _even(model.layers, split.pp)))
+            hint = ",".join(map(str, even_layers(model.layers, split.pp)))
             raise CapacityError(
                 f"`pp_layer_partition` must be the layers of {split.pp} stages, {model.layers} together, "
                 f"got `{given}`\nhint: --pp-layer-partition {hint} is an even division"
             )
         return layers
-    others, even = split.pp - 1, _even(model.layers, split.pp)
-    if not split.drafter_layers:
-        return even
-    most = max(int(model.layers / split.pp * (1.0 + TAKEN_OVER)), model.layers // split.pp + 1)
-    last = min(
-        range(min(even), max(model.layers - others * most, 1) - 1, -1),
-        key=lambda own: max(-(-(model.layers - own) // others), own + split.drafter_layers),
-    )
-    return [*_even(model.layers - last, others), last]
-
-
-def _even(layers: int, stages: int) -> list[int]:
-    return [layers * (number + 1) // stages - layers * number // stages for number in range(stages)]
+    return layers_of_stages(model.layers, split.pp, split.drafter_layers)
 
 
 def drafter_layers(
