@@ -42,12 +42,13 @@ class NotedSender:
 
     places = (StagingPlace("memory", "here", SLOTS, 32),)
     pages_per_slot = 2
+    beside_per_slot = ()
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, list[int], Callable[[Any], None]]] = []
         self.closed = 0
 
-    def stage(self, slot: int, pages: Any, done: Callable[[Any], None]) -> None:
+    def stage(self, slot: int, pages: Any, done: Callable[[Any], None], block: int = 0) -> None:
         self.copies.append((slot, pages.tolist(), done))
 
     def close(self) -> None:

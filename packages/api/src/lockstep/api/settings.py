@@ -543,11 +543,6 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                     f"`attention_dp` is {self.attention_dp}, and prefill and decode engines have different `tp`: all "
                     "engines of a server have the same data-parallel ranks\nhint: give tp alone"
                 )
-        if self.emulate is None and self.hands_over and self.swa_full_tokens_ratio is not None:
-            raise ConfigError(
-                f"`swa_full_tokens_ratio` is {self.swa_full_tokens_ratio}, but prefill and decode engines do not hand "
-                "over pages of sliding windows yet\nhint: leave it out"
-            )
         if not self.hands_over:
             for name in ("transfer_transport", "transfer_checksums"):
                 if getattr(self, name) != getattr(RankOptions(), name):
