@@ -96,8 +96,8 @@ def test_an_offer_waits_until_both_sides_have_an_engine() -> None:
         ({"prefill_engines": 1, "decode_engines": 1, "dp": 2}, "`dp` is 2, and there are prefill and decode engines"),
         ({"prefill_engines": 1, "decode_engines": 1, "admission": "open=4"}, "`admission` is given"),
         (
-            {"prefill_engines": 1, "decode_engines": 1, "swa_full_tokens_ratio": 0.5},
-            "do not hand over pages of",
+            {"prefill_engines": 1, "decode_engines": 1, "prefill_pp": 2, "swa_full_tokens_ratio": 0.5},
+            "`swa_full_tokens_ratio` is 0.5, but `pp` is 2",
         ),
         ({"prefill_tp": 2}, "`prefill_tp` is 2; it must be at least 1, and is for prefill and decode engines"),
         ({"prefill_engines": 1, "decode_engines": 1, "decode_pp": 0}, "`decode_pp` is 0; it must be at least 1"),

@@ -68,9 +68,7 @@ def sent_blocks(
             windows["tags"] = canary.window_tags.view(-1, pool.page_size)
         found.append(_in_pages("window", list(windows.items()), first_layer, scales))
     if pool.states is not None:
-        states = [
-            (f"state {layer} {kind} {number}", one) for (layer, kind, number), one in pool.states.tensors.items()
-        ]
+        states = [(f"state {layer} {kind} {number}", one) for (layer, kind, number), one in pool.states.tensors.items()]
         if canary is not None:
             states.append(("tags", canary.state_tags[:, None]))
         found += [_piece(some) for some in _pieces(states)]
