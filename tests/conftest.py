@@ -30,6 +30,7 @@ LONGEST = (
     "test_resumption.py",
     "test_dp.py",
     "test_handover.py",
+    "test_handover_hybrid.py",
     "test_tiers.py",
     "test_gpu_check.py",
     "test_gguf.py",

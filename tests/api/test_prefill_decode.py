@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -96,8 +97,8 @@ def test_an_offer_waits_until_both_sides_have_an_engine() -> None:
         ({"prefill_engines": 1, "decode_engines": 1, "dp": 2}, "`dp` is 2, and there are prefill and decode engines"),
         ({"prefill_engines": 1, "decode_engines": 1, "admission": "open=4"}, "`admission` is given"),
         (
-            {"prefill_engines": 1, "decode_engines": 1, "swa_full_tokens_ratio": 0.5},
-            "do not hand over pages of",
+            {"prefill_engines": 1, "decode_engines": 1, "prefill_pp": 2, "swa_full_tokens_ratio": 0.5},
+            "`swa_full_tokens_ratio` is 0.5, but `pp` is 2",
         ),
         ({"prefill_tp": 2}, "`prefill_tp` is 2; it must be at least 1, and is for prefill and decode engines"),
         ({"prefill_engines": 1, "decode_engines": 1, "decode_pp": 0}, "`decode_pp` is 0; it must be at least 1"),
@@ -246,6 +247,36 @@ def test_engines_of_ranks_or_stages_answer_as_one(
     verified = CliRunner().invoke(journal, ["verify", str(run)])
     assert verified.exit_code == 0, verified.output
     assert verified.output.count("equal") == engines + 2, "all engines, two routers"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("Gemma 3", ("--swa-full-tokens-ratio", "0.5")), ("LFM2", ("--mamba-track-interval", "16"))],
+)
+def test_windows_and_states_go_from_process_to_process(
+    name: str, options: tuple[str, ...], run: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="models with windows and states run by transformers' code")
+    from lockstep.runtime.llm import demo_folder
+    from tests.support.architectures import save_architecture
+
+    model = tmp_path / "model"
+    save_architecture(model, name, vocab_size=2048, max_position_embeddings=512)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_folder() / file, model / file)
+    pools = {"pages": 300, "chunked_prefill_size": 32}
+    given = ("--model", str(model), *options, *(f"--set={name}={value}" for name, value in pools.items()))
+    bodies = [{**body, "prompt": body["prompt"][:400]} for body in BODIES]
+    with serving(tmp_path / "alone", *given) as server:
+        alone = texts(server, bodies)
+    roles = ("--prefill-engines", "1", "--decode-engines", "1", "--journal", str(run), "--transfer-checksums")
+    with serving(tmp_path / "log", *given, *roles) as server:
+        assert texts(server, bodies) == alone
+        assert metric(server, "lockstep_transfers_total") == 7, "one of each answer"
+        assert server.end() == 0
+    verified = CliRunner().invoke(journal, ["verify", str(run)])
+    assert verified.exit_code == 0, verified.output
+    assert verified.output.count("equal") == 4, "two engines, two routers"
 
 
 def test_streams_continue_when_either_engine_is_killed(plain: list[Any], run: Path, tmp_path: Path) -> None:

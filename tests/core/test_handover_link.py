@@ -8,6 +8,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from lockstep.core.contract.errors import ConfigError
@@ -18,10 +19,11 @@ from lockstep.host.handover.link import Listener, PeerLink, connect, parsed
 WAIT_S = 20.0
 LAYOUT = wire.PageLayout("qwen3", 16, 65536, 2, 4, (wire.LayoutPart("keys 0", "torch.float32", 0, 4096, 2),))
 PLACE = wire.StagingPlace("shm", "/proc/1/fd/2", 8, 4 << 20)
+BLOCK = wire.BlockLayout("window", 4096, (wire.LayoutPart("keys 1", "torch.float32", 0, 4096, 2),))
 REQUEST = RequestArrived(0, request_id=-1, prompt=TokenIds(b"\1\0\0\0"), max_new_tokens=4, transfer_room=9)
 RESULTS = wire.PromptResults(-0.5, b"\1\0\0\0", b"\0\0\0\0", {1: -2.0}, {1: {7: -1.0}}, b"\0\0\0\0", b"\0\0\0\0")
 FROM_DECODE: list[wire.FromDecode] = [
-    wire.PeerHello(wire.PROTOCOL, 2, LAYOUT),
+    wire.PeerHello(wire.PROTOCOL, 2, msgspec.structs.replace(LAYOUT, beside=(BLOCK,), window_tokens=128)),
     wire.Prefill(REQUEST),
     wire.Accept(9, 32, 1),
     wire.PagesRead(3),
@@ -30,7 +32,7 @@ FROM_DECODE: list[wire.FromDecode] = [
 FROM_PREFILL: list[wire.FromPrefill] = [
     wire.PeerWelcome(wire.PROTOCOL, 0, LAYOUT, (PLACE,)),
     wire.Offered(9),
-    wire.PagesReady(9, 3, 2, 5, (1, 2)),
+    wire.PagesReady(9, 3, 2, 5, (1, 2), 1),
     wire.PromptDone(9, 42, 1, 16, True, RESULTS),
     wire.Stop(9, "why"),
 ]

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from lockstep.core.contract.commands import BatchPlan, CancelTransfer, StartTransfer
+from lockstep.core.contract.commands import BatchPlan, CancelTransfer, HybridTransfer, StartTransfer
 from lockstep.core.contract.events import RequestArrived, TokenIds, TransferAdvanced
 from lockstep.host.batches import BatchResult
 from lockstep.host.handover.kv import PagesStaged
@@ -18,6 +18,7 @@ from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.handover.wire import (
     PROTOCOL,
     Accept,
+    BlockLayout,
     LinkError,
     LinkMessage,
     Offered,
@@ -34,6 +35,7 @@ from lockstep.host.handover.wire import (
 )
 
 LAYOUT = PageLayout("small", 2, 16)
+WITH_POOLS = PageLayout("small", 2, 16, beside=(BlockLayout("window", 16), *(BlockLayout("state", 16),) * 2))
 SLOTS = 2
 
 
@@ -42,12 +44,13 @@ class NotedSender:
 
     places = (StagingPlace("memory", "here", SLOTS, 32),)
     pages_per_slot = 2
+    beside_per_slot = (2, 1, 1)
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, list[int], Callable[[Any], None]]] = []
         self.closed = 0
 
-    def stage(self, slot: int, pages: Any, done: Callable[[Any], None]) -> None:
+    def stage(self, slot: int, pages: Any, done: Callable[[Any], None], block: int = 0) -> None:
         self.copies.append((slot, pages.tolist(), done))
 
     def close(self) -> None:
@@ -57,13 +60,13 @@ class NotedSender:
 class PrefillBench:
     """A prefill side with the messages that it sends and the facts that its host receives."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: PageLayout = LAYOUT) -> None:
         self.senders: list[NotedSender] = []
         self.facts: list[TransferAdvanced] = []
         self.cancelled: list[int] = []
         self.over: list[int] = []
         self.submitted = 0
-        kv = SimpleNamespace(layout=LAYOUT, sender=self._sender)
+        kv = SimpleNamespace(layout=layout, sender=self._sender)
         self.side = PrefillSide(cast(Any, kv))
         host = SimpleNamespace(
             put_fact=lambda make: self.facts.append(make(7)),
@@ -100,11 +103,20 @@ class PrefillBench:
         event = RequestArrived(0, request_id=-1, prompt=prompt, max_new_tokens=1, transfer_room=room)
         self.hear(link, Prefill(event))
 
-    def start(self, request: int, room: int, batch: int, pages: list[int], first: int, last: bool) -> None:
+    def start(
+        self,
+        request: int,
+        room: int,
+        batch: int,
+        pages: list[int],
+        first: int,
+        last: bool,
+        hybrid: HybridTransfer | None = None,
+    ) -> None:
         """The core starts the part of a transfer behind a batch."""
-        stop = first + 2 * len(pages)
+        about: dict[str, Any] = {"stop_tokens": first + 2 * len(pages), "hybrid": hybrid}
         self.side.perform(
-            StartTransfer(request, room, "", "send", np.array(pages, np.int32), first, batch, last, stop_tokens=stop)
+            StartTransfer(request, room, "", "send", np.array(pages, np.int32), first, batch, last, **about)
         )
 
     def accepted(self, link: Any, adapter_version: int = 0) -> None:
@@ -125,6 +137,29 @@ class PrefillBench:
     @property
     def statuses(self) -> list[tuple[int, str]]:
         return [(fact.transfer_id, fact.status) for fact in self.facts]
+
+
+def test_windows_and_the_state_follow_the_pages_of_their_part() -> None:
+    """The decode engine has the first page. A window of a page that it has is not sent."""
+    bench = PrefillBench(WITH_POOLS)
+    link = bench.link(1)
+    bench.prefill(link, 5)
+    windows = np.array([3, 4], np.int32)
+    bench.start(0, 5, 0, [10, 11], 0, last=False, hybrid=HybridTransfer(windows))
+    bench.start(0, 5, 1, [12], 4, last=True, hybrid=HybridTransfer(windows[:1], 7))
+    bench.hear(link, Accept(5, 2, 0))
+    bench.collect(0, 0)
+    bench.collect(1, 0)
+    copies, sent = bench.senders[0].copies, list[tuple[list[int], int, int]]()
+    while copies:  # two slots at a time, which the decode engine reads at once
+        slot, blocks, done = copies.pop(0)
+        done(PagesStaged())
+        ready = next(one for one in reversed(link.sent) if isinstance(one, PagesReady))
+        assert (ready.slot, ready.pages) == (slot, len(blocks))
+        sent.append((blocks, ready.block, ready.first_page))
+        bench.hear(link, PagesRead(slot))
+    assert sent == [([11], 0, 1), ([4], 1, 1), ([12], 0, 2), ([3], 1, 2), ([7], 2, 0), ([7], 3, 0)]
+    assert isinstance(link.sent[-1], PromptDone)
 
 
 def test_parts_go_through_slots_in_order_and_the_first_token_behind_them() -> None:

@@ -18,7 +18,9 @@ from lockstep.runtime.llm import demo_folder  # noqa: E402
 from tests.support.adapters import write_for  # noqa: E402
 from tests.support.architectures import save_architecture  # noqa: E402
 from tests.support.fake_cuda import FakeCuda  # noqa: E402
+from tests.support.fake_nixl import nixl_in_process  # noqa: E402
 from tests.support.heads import saved_head  # noqa: E402
+from tests.support.model_engines import engines  # noqa: E402
 from tests.support.mtp import TorchMtp, add_mtp  # noqa: E402
 from tests.support.pictures import conversations, save_family  # noqa: E402
 from tests.support.small_llm import write_weights  # noqa: E402
@@ -100,6 +102,36 @@ def test_passes_of_models_do_not_wait(
     assert kernels <= set(gpu.launches)
     assert (drafts > 0) == ("num_speculative_tokens" in options)
     assert (graphs is not None and graphs.replays > 0) == ("cuda_graph_max_batch" in options)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "transport", "options"),
+    [
+        ("Gemma 3", "window", "shm", {"swa_full_tokens_ratio": 0.5, "chunked_prefill_size": 16}),
+        ("Qwen3.5", "state", "nixl", {"mamba_track_interval": 16}),
+    ],
+)
+def test_windows_and_states_go_to_another_gpu(
+    name: str, kind: Any, transport: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The canary compares the tags that were sent; only transfers wait, in threads of their own."""
+    save_architecture(tmp_path / "model", name)
+    both = {**GPU, "dtype": "float32", "debug": True, "transfer_transport": transport, "transfer_failure": "fail"}
+    both |= {"model": tmp_path / "model", **options}
+    prompts = [*PROMPTS, list(range(3, 43))]
+    with (
+        FakeCuda(interpret=False, devices=2) as gpu,
+        nixl_in_process() as agents,
+        engines(tmp_path, {"device": "cuda:0"}, {}, **both) as (_, second),
+    ):
+        answers = [one for _ in range(2) for one in second.generate(prompts, THREE)]
+        waits = {one.where.partition(":")[0] for one in gpu.waits if one.where.startswith("transfer/")}
+        counts = second.handover.counts  # type: ignore[union-attr]
+        assert len(agents) == (2 if transport == "nixl" else 0)
+    assert [(len(one.token_ids), one.error) for one in answers] == [(3, "")] * 6
+    assert (counts.done, counts.failed) == (6, 0)
+    assert counts.blocks[kind] >= 6
+    assert waits == {"transfer/rank.py"}
 
 
 def test_only_the_encoder_of_pictures_waits(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from lockstep.runtime.stages import RankPlace, StageLinks  # noqa: E402
 from lockstep.runtime.tiers.identity import Identity  # noqa: E402
 from lockstep.runtime.tiers.mover import HostMover  # noqa: E402
 from lockstep.runtime.tiers.page_parts import PageParts  # noqa: E402
+from lockstep.runtime.transfer.blocks import Blocks, parts_in  # noqa: E402
 from lockstep.runtime.transfer.rank import RankPages  # noqa: E402
 from lockstep.runtime.transfer.transports import TransferFailed, make_staging, open_reader  # noqa: E402
 from lockstep.runtime.weights_group import WeightsGroup  # noqa: E402
@@ -228,8 +229,10 @@ def test_pages_go_from_gpu_to_gpu(gpu: FakeCuda, transport: Any, registers: bool
         (source, given), (target, taken) = pool_on_the_device(1), pool_on_the_device(2)
         before = [tensor.cpu() for _, tensor in taken]
         more: dict[str, Any] = {"place": RankPlace(0), "kv_heads": 2, "model": "m", "checksums": True}
-        sender = RankPages(source, 4, transport=transport, **more)
-        receiver = RankPages(target, 4, transport=transport, **more)
+        sender, receiver = (
+            RankPages([Blocks("page", pages, parts_in(pages))], 4, transport=transport, **more)
+            for pages in (source, target)
+        )
         places = (sender.open_staging(0),)
         receiver.open_sender(1, sender.layout, places)
         for agent in agents.values():

@@ -201,8 +201,8 @@ def spoil(pair: Pair, share: float, seed: int = 1) -> list[int]:
     rng, spoiled, own = random.Random(seed), list[int](), pair.transports[0]._own
     stage = own.stage
 
-    def stage_wrongly(number: int, slot: int, pages: Any) -> int:
-        checksum = stage(number, slot, pages)
+    def stage_wrongly(number: int, slot: int, pages: Any, block: int = 0) -> int:
+        checksum = stage(number, slot, pages, block)
         if rng.random() < share:
             own._stagings[number].slot(slot)[rng.randrange(8)] ^= 1
             spoiled.append(slot)

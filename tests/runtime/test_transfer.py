@@ -21,8 +21,9 @@ from lockstep.runtime import LLM  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.stages import RankPlace  # noqa: E402
 from lockstep.runtime.tiers.page_parts import PageParts, parts_of  # noqa: E402
+from lockstep.runtime.transfer.blocks import Blocks, parts_in  # noqa: E402
 from lockstep.runtime.transfer.lead import EngineTransport  # noqa: E402
-from lockstep.runtime.transfer.rank import RankPages, parts_in  # noqa: E402
+from lockstep.runtime.transfer.rank import RankPages  # noqa: E402
 from lockstep.runtime.transfer.slices import heads_of, sources_of  # noqa: E402
 from lockstep.runtime.transfer.transports import (  # noqa: E402
     TransferFailed,
@@ -117,15 +118,8 @@ def rank_of(
             pool.values[number][:PAGES] = full[2 * layer + 1][:, :, own.start : own.stop]
     named = [(one.name, one.tensor) for one in parts_of(pool).parts]
     pages = PageParts([*named, ("tags", tags)])
-    made = RankPages(
-        pages,
-        PAGE_SIZE,
-        place=place,
-        kv_heads=HEADS,
-        model="m",
-        parts=parts_in(pages, layers.start, scales),
-        checksums=True,
-    )
+    blocks = [Blocks("page", pages, parts_in(pages, layers.start, scales))]
+    made = RankPages(blocks, PAGE_SIZE, place=place, kv_heads=HEADS, model="m", checksums=True)
     return made, pool, tags
 
 
@@ -206,7 +200,8 @@ def test_scales_of_kv_are_those_of_the_same_layer() -> None:
     stages = [rank_of(None, rank, 1, 2, scales=scales[slice(*part)])[0] for rank, part in enumerate(((1, 3), (0, 1)))]
     places = [one.open_staging(0) for one in stages]
     whole, layout = rank_of(None, 0, 1, scales=scales)[0].layout, stages[0].layout
-    assert {rank: len(copies) for rank, copies in sources_of(layout, places, whole, 0).items()} == {0: 5, 1: 2}
+    (of_pages,) = sources_of(layout, places, whole, 0)
+    assert {rank: len(copies) for rank, copies in of_pages.items()} == {0: 5, 1: 2}
     for one in stages:
         assert sources_of(layout, places, one.layout, 0, all_layers=False)
     other = rank_of(None, 0, 1, scales=[*scales[:2], (1.0, 5.0)])[0].layout

@@ -159,14 +159,14 @@ class Served:
     attention: str
 
 
-def save_architecture(folder: Path, name: str) -> Any:
-    """Save a small random model in a folder, and return it."""
+def save_architecture(folder: Path, name: str, **settings: Any) -> Any:
+    """Save a small random model in a folder, and return it. `settings` replace those of the table."""
     import transformers
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(7)
     config_class, special = (ARCHITECTURES | HYBRIDS)[name]
-    config = getattr(transformers, config_class)(**(SMALL | special))
+    config = getattr(transformers, config_class)(**(SMALL | special | settings))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():  # which start at 0 or 1, where a mistake would hide

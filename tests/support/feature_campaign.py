@@ -26,14 +26,16 @@ from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import BatchFinished, CloseSession, OpenSession
 from lockstep.core.journal.replay import fold, replay
 from lockstep.host.handover.decode import DecodeSide
+from lockstep.host.handover.wire import BlockKind
 from lockstep.runtime import LLM, Params
 from lockstep.runtime.llm import demo_folder
 from lockstep.runtime.outputs import PendingRequest, RequestOutput
 from tests.support.adapters import write_adapter
+from tests.support.architectures import SMALL, TRACK_INTERVAL, WINDOW_SHARE, save_architecture
 from tests.support.model_engines import CPU, DENSE, EXPERTS, HALVES, engines, ranks_in_roles, ranks_of
 from tests.support.small_llm import write_weights
 
-Kind = Literal["demo", "adapters", "sessions", "dense", "experts"]
+Kind = Literal["demo", "adapters", "sessions", "dense", "experts", "windows", "states"]
 Layout = Literal["one", "roles", "ranks", "ranks in roles"]
 
 CLEAR = 2e-3  # of logprobs; ranks in float32 differ by less than a tenth of it
@@ -51,6 +53,8 @@ DEMO: dict[str, Any] = {
     **CPU, "dtype": "float32", "page_size": 16, "pages": 30, "chunked_prefill_size": 64, "max_running_requests": 6,
 }  # fmt: skip
 TINY: dict[str, Any] = {**CPU, "page_size": 4, "pages": 100, "chunked_prefill_size": 16, "max_running_requests": 6}
+SMALLEST = int(SMALL["vocab_size"])
+VOCABULARIES: dict[Kind, int] = {"dense": 300, "experts": 300, "windows": SMALLEST, "states": SMALLEST}
 DEBUG: dict[str, Any] = {"debug": True}
 """Options of every engine but the plain one."""
 
@@ -94,6 +98,11 @@ ADAPTERS: dict[str, Any] = {"max_loras": 2}
 ALL_TO_ALL: dict[str, Any] = {"ep": 2, "moe_a2a": True}
 DELAYER: dict[str, Any] = {"prefill_delayer": True, "prefill_delayer_max_delay_passes": 4}
 POLICIES = ("write_through", "write_through_selective", "write_back")
+POOLS: dict[Kind, tuple[str, dict[str, Any]]] = {
+    "windows": ("Gemma 3", {"swa_full_tokens_ratio": WINDOW_SHARE}),
+    "states": ("Qwen3.5", {"mamba_track_interval": TRACK_INTERVAL}),
+}
+"""Models with pools beside full attention: architecture, and options of the engines that are checked."""
 ROLES, STAGES, RANKS = "prefill and decode engines", "stages", "data-parallel attention"
 
 
@@ -127,6 +136,17 @@ PAIRS: list[Case] = [
             prefill={"attention_dp": first}, decode={"attention_dp": second},
         )
         for first, second in ((2, 2), (2, 1), (1, 2))
+    ),
+    *(
+        Case(name=f"{ROLES}, pools of {kind}", variant=variant, kind=kind, layout="roles",
+             options={**options, **more}, prefill=prefill, decode=decode)
+        for kind, (_, options) in POOLS.items()
+        for variant, more, prefill, decode in (
+            ("one rank", {}, {}, {}),
+            ("drafts", NGRAM, {}, {}),
+            ("tp 2 to 2", {}, {"tp": 2}, {"tp": 2}),
+            ("tp 2 to 1", {}, {"tp": 2}, {}),
+        )
     ),
     Case(name=f"{ROLES}, `tp` of another size", variant="2 to 1", layout="roles", prefill={"tp": 2}),
     Case(name=f"{ROLES}, `tp` of another size", variant="1 to 2", layout="roles", decode={"tp": 2}),
@@ -215,12 +235,15 @@ class Models:
 
     def options(self, kind: Kind) -> dict[str, Any]:
         """Return the options of every engine for requests of a kind."""
-        if kind in ("dense", "experts"):
+        if kind in POOLS or kind in ("dense", "experts"):
             return {**TINY, "model": self._model(kind)}
         return {**DEMO, **({"lora": self._adapters()} if kind == "adapters" else {})}
 
     def _model(self, kind: Kind) -> Path:
-        if kind not in self._made:
+        if kind not in self._made and kind in POOLS:
+            save_architecture(self.folder / kind, POOLS[kind][0])
+            self._made[kind] = self.folder / kind
+        elif kind not in self._made:
             (self.folder / kind).mkdir()
             self._made[kind] = write_weights(self.folder / kind, DENSE if kind == "dense" else EXPERTS)
         return self._made[kind]
@@ -245,13 +268,13 @@ class Models:
 
     def _drawn(self, plain: LLM, rng: random.Random, kind: Kind) -> list[Wanted]:
         """Draw requests that share beginnings until enough of them have a clear answer."""
-        tiny = kind in ("dense", "experts")
-        starts = [_beginning(rng, 300 if tiny else 2000, (8, 40) if tiny else (40, 130)) for _ in range(self._groups)]
+        tiny, vocabulary = kind in POOLS or kind in ("dense", "experts"), VOCABULARIES.get(kind, 2000)
+        starts = [_beginning(rng, vocabulary, (8, 40) if tiny else (40, 130)) for _ in range(self._groups)]
         found: list[Wanted] = []
         while len(found) < self._requests:
             drawn = []
             for _ in range(self._requests + 4):
-                ends = [rng.randrange(3, 300 if tiny else 2000) for _ in range(rng.randrange(1, 20))]
+                ends = [rng.randrange(3, vocabulary) for _ in range(rng.randrange(1, 20))]
                 adapter = rng.choice(("", "a0", "a1", "a2")) if kind == "adapters" else ""
                 drawn.append((rng.choice(starts) + ends, adapter, rng.randrange(4, 17)))
             answers = plain.generate([one for one, _, _ in drawn], [_choosing(most, name) for _, name, most in drawn])
@@ -551,6 +574,9 @@ def _marks(case: Case, overlap: int, made: Running) -> dict[str, int]:
     if "roles" in case.layout:
         sides = [llm.handover for llm in made.asked]
         marks["handed over"] = sum(side.counts.done for side in sides if isinstance(side, DecodeSide))
+        if case.kind in POOLS:
+            block: BlockKind = "window" if case.kind == "windows" else "state"
+            marks[case.kind] = sum(side.counts.blocks[block] for side in sides if isinstance(side, DecodeSide))
     return marks
 
 

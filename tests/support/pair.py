@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.prefill import PrefillSide
 from lockstep.runtime.stages import RankPlace
-from lockstep.runtime.tiers.page_parts import parts_of
+from lockstep.runtime.transfer.blocks import sent_blocks
 from lockstep.runtime.transfer.lead import EngineTransport
 from lockstep.runtime.transfer.rank import RankPages
 from tests.support.small_runtime import Answer, Ends, SmallRuntime, request
@@ -22,9 +22,9 @@ WAIT_S = 60.0
 def pages_of(runtime: SmallRuntime, **more: Any) -> RankPages:
     """The pages of a small runtime."""
     executor = runtime.executor
-    parts = parts_of(executor.attention.pool, executor.drafter, executor.canary)
+    blocks = sent_blocks(executor.attention.pool, executor.drafter, executor.canary)
     about = {"place": RankPlace(0), "kv_heads": 1, "model": "sum", "checksums": True, **more}
-    return RankPages(parts, runtime.config.page_size, **about)
+    return RankPages(blocks, runtime.config.page_size, **about)
 
 
 class Pair:

@@ -62,6 +62,7 @@ class _Copies:
 
     layout = LAYOUT
     pages_per_slot = 64
+    beside_per_slot = ()
     places = (StagingPlace("memory", "here", SLOTS, 1024),)
 
     def __init__(self, copied: Callable[[str, int], None]) -> None:
@@ -74,7 +75,7 @@ class _Copies:
     def receiver(self, layout: PageLayout, places: tuple[StagingPlace, ...]) -> _Copies:
         return self
 
-    def stage(self, slot: int, pages: Any, done: Any) -> None:
+    def stage(self, slot: int, pages: Any, done: Any, block: int = 0) -> None:
         room = done.args[0].room
 
         def end() -> None:

@@ -53,8 +53,11 @@ class EmulatedSender:
 
     places: tuple[StagingPlace, ...] = (StagingPlace("emulated", "", SLOTS, 0),)
     pages_per_slot: int = SLOT_PAGES
+    beside_per_slot: tuple[int, ...] = ()
 
-    def stage(self, slot: int, pages: Int32s, done: Callable[[PagesStaged | BaseException], None]) -> None:
+    def stage(
+        self, slot: int, pages: Int32s, done: Callable[[PagesStaged | BaseException], None], block: int = 0
+    ) -> None:
         """See `KvSender.stage`."""
         done(PagesStaged())
 

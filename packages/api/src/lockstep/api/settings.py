@@ -565,11 +565,6 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                         f"`{name}` is {given}, but `attention_dp` is {most}: a server has one engine of "
                         "data-parallel ranks, or some for each role, without that\nhint: drop one of the two"
                     )
-        if self.emulate is None and self.hands_over and self.swa_full_tokens_ratio is not None:
-            raise ConfigError(
-                f"`swa_full_tokens_ratio` is {self.swa_full_tokens_ratio}, but prefill and decode engines do not hand "
-                "over pages of sliding windows yet\nhint: leave it out"
-            )
         if not self.hands_over:
             for name in ("transfer_transport", "transfer_checksums"):
                 if getattr(self, name) != getattr(RankOptions(), name):

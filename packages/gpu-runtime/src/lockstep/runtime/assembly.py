@@ -90,7 +90,8 @@ from lockstep.runtime.tables import DeviceTables, check_page_table
 from lockstep.runtime.tiers.identity import Identity, random_weights_digest, weights_digest
 from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.tiers.page_parts import parts_of
-from lockstep.runtime.transfer.rank import RankPages, parts_in
+from lockstep.runtime.transfer.blocks import sent_blocks
+from lockstep.runtime.transfer.rank import RankPages
 from lockstep.runtime.transfer.transports import check_transport
 from lockstep.runtime.trial_draws import draw_once, seek_once
 from lockstep.runtime.two_batch import InHalves, check_two_batch
@@ -395,20 +396,15 @@ def make_transfers(
 ) -> RankPages:
     """Make the transfers of a rank of a prefill or decode engine. Raises ConfigError."""
     check_transport(settings.transfer_transport)
-    if config.hybrid is not msgspec.UNSET:
-        raise ConfigError(
-            f"`role` is {config.role}, and this model has sliding windows or states in pools of their own, which this "
-            "runtime does not hand over yet\nhint: leave out swa_full_tokens_ratio"
-        )
     computed = (type(model).__name__, str(model.dtype), settings.numerics, executor.attention.name)
-    pages = parts_of(executor.attention.pool, executor.drafter, executor.canary)
+    pool, drafter, canary = executor.attention.pool, executor.drafter, executor.canary
     return RankPages(
-        pages,
+        sent_blocks(pool, drafter, canary, model.first_layer, model.kv_scales),
         config.page_size,
         place=RankPlace(0) if ranks is None else ranks.place,
         kv_heads=model.settings.kv_heads,
         model=" ".join(computed),
-        parts=parts_in(pages, model.first_layer, model.kv_scales),
+        window_tokens=0 if config.hybrid is msgspec.UNSET else config.hybrid.window_tokens,
         transport=settings.transfer_transport,
         checksums=settings.transfer_checksums or settings.debug,
     )

@@ -220,12 +220,13 @@ class OpenSender(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tr
 
 
 class StagePages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Copy this rank's part of pages into a slot."""
+    """Copy this rank's part of pages into a slot. `block`: number of the kind of blocks, 0 for full pages."""
 
     ticket: int
     number: int
     slot: int
     pages: NDArray[np.int32]
+    block: int = 0
 
 
 class FetchPages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):

@@ -58,8 +58,8 @@ class TransferOrders:
                     place = self._own.open_staging(number)
                 case OpenSender(_, number, layout, places):
                     self._own.open_sender(number, layout, places)
-                case StagePages(_, number, slot, pages):
-                    checksum = self._own.stage(number, slot, pages)
+                case StagePages(_, number, slot, pages, block):
+                    checksum = self._own.stage(number, slot, pages, block)
                 case FetchPages(_, number, fetch):
                     self._own.fetch(number, fetch)
         except (ConfigError, TransferFailed) as raised:

@@ -14,7 +14,7 @@ from itertools import count
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.handover.kv import Fetch, Int32s, PagesStaged
-from lockstep.host.handover.wire import PageLayout, StagingPlace
+from lockstep.host.handover.wire import PageLayout, StagingPlace, blocks_in
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.rank_wire import CloseTransfers, FetchPages, OpenSender, OpenStaging, StagePages, TransferDone
 from lockstep.runtime.ranks import RankGroup
@@ -58,7 +58,7 @@ class EngineTransport:
             number, lambda ticket: OpenStaging(ticket, number), lambda: self._own.open_staging(number)
         )
         places = tuple(one.place for one in answers if one.place is not None)
-        return SlotSender(self, number, places, min(one.slot_bytes // one.page_bytes for one in places))
+        return SlotSender(self, number, places)
 
     def receiver(self, layout: PageLayout, places: tuple[StagingPlace, ...]) -> SlotReceiver:
         """See `KvTransport.receiver`."""
@@ -78,8 +78,10 @@ class EngineTransport:
 
     # ------------------------------------------------------------------------------------------------- for the links
 
-    def stage(self, number: int, slot: int, pages: Int32s, done: Callable[[PagesStaged | BaseException], None]) -> None:
-        """Copy pages into a slot on every rank."""
+    def stage(
+        self, number: int, order: tuple[int, Int32s, int], done: Callable[[PagesStaged | BaseException], None]
+    ) -> None:
+        """Copy pages into a slot on every rank. `order`: slot, pages or other blocks, number of their kind."""
 
         def staged(answers: list[TransferDone]) -> None:
             error = next((one.error for one in answers if one.error), "")
@@ -87,9 +89,9 @@ class EngineTransport:
             done(RankLost(error) if error else PagesStaged(sums if any(sums) else ()))
 
         def run() -> TransferDone:
-            return TransferDone(0, 0, checksum=self._own.stage(number, slot, pages))
+            return TransferDone(0, 0, checksum=self._own.stage(number, *order))
 
-        self._ordered(number, lambda ticket: StagePages(ticket, number, slot, pages), run, staged)
+        self._ordered(number, lambda ticket: StagePages(ticket, number, *order), run, staged)
 
     def fetch(self, number: int, order: Fetch, cancelled: Callable[[], bool], done: Callable[[str], None]) -> None:
         """Copy a slot into pages on every rank."""
@@ -199,15 +201,18 @@ class EngineTransport:
 class SlotSender:
     """`lockstep.host.handover.kv.KvSender`."""
 
-    def __init__(
-        self, transport: EngineTransport, number: int, places: tuple[StagingPlace, ...], per_slot: int
-    ) -> None:
+    def __init__(self, transport: EngineTransport, number: int, places: tuple[StagingPlace, ...]) -> None:
         self._transport, self._number = transport, number
-        self.places, self.pages_per_slot = places, per_slot
+        self.places = places
+        fit = [[one.slot_bytes // block.block_bytes for block in blocks_in(one)] for one in places]
+        self.pages_per_slot, *beside = (min(some) for some in zip(*fit, strict=True))
+        self.beside_per_slot = tuple(beside)
 
-    def stage(self, slot: int, pages: Int32s, done: Callable[[PagesStaged | BaseException], None]) -> None:
+    def stage(
+        self, slot: int, pages: Int32s, done: Callable[[PagesStaged | BaseException], None], block: int = 0
+    ) -> None:
         """See `KvSender.stage`."""
-        self._transport.stage(self._number, slot, pages, done)
+        self._transport.stage(self._number, (slot, pages, block), done)
 
     def close(self) -> None:
         """See `KvSender.close`."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,11 +33,12 @@ from lockstep.core.contract.events import (
     TurnStarted,
 )
 from lockstep.core.contract.samples import sample_count
-from lockstep.host.handover.kv import Fetch, KvReceiver, KvTransport
+from lockstep.host.handover.kv import Fetch, KvReceiver, KvTransport, given_blocks
 from lockstep.host.handover.link import PeerLink, connect
 from lockstep.host.handover.wire import (
     PROTOCOL,
     Accept,
+    BlockKind,
     LinkError,
     Offered,
     Outcome,
@@ -47,6 +49,7 @@ from lockstep.host.handover.wire import (
     Prefill,
     PromptDone,
     Stop,
+    blocks_in,
     read_from_prefill,
 )
 
@@ -83,6 +86,7 @@ class _PrefillPeer:
     fetching: int = 0
     lost: bool = False
     rooms: dict[int, _ReceivingRoom] = field(default_factory=dict)
+    kinds: tuple[BlockKind, ...] = ("page",)  # of its blocks, by their number in messages
 
 
 @dataclass(slots=True)
@@ -91,7 +95,12 @@ class TransferCounts:
 
     done: int = 0
     failed: int = 0
-    pages: int = 0  # copied into this engine's pool
+    blocks: Counter[BlockKind] = field(default_factory=Counter)  # copied into this engine's pools; a state by pieces
+
+    @property
+    def pages(self) -> int:
+        """Full pages that were copied."""
+        return self.blocks["page"]
 
 
 class DecodeSide:
@@ -235,18 +244,22 @@ class DecodeSide:
             return  # the prefill engine takes its slots back with the outcome
         if room.receive is None:
             raise LinkError(f"pages of room {message.room} came before this engine had given any")
-        pages, page_size = room.receive.pages, self._kv.layout.page_size
-        shift = message.first_page - room.receive.start_tokens // page_size
+        if not 0 <= message.block < len(peer.kinds):
+            raise LinkError(f"room {message.room} was sent blocks of number {message.block}, of {len(peer.kinds)}")
+        kind = peer.kinds[message.block]
+        given, pages = given_blocks(room.receive, kind, self._kv.layout.page_size)
+        shift = message.first_page - given
         first = max(0, -shift)
         into = pages[shift + first : shift + message.pages]
         if len(into) != message.pages - first:
-            raise LinkError(f"room {message.room} was sent {message.pages} pages from {message.first_page} on")
+            named = "pages" if kind == "page" else f"blocks ({kind})"
+            raise LinkError(f"room {message.room} was sent {message.pages} {named} from {message.first_page} on")
         room.fetching += 1
         peer.fetching += 1
-        order = Fetch(message.slot, message.pages, first, into, message.checksums)
-        peer.receiver.fetch(order, lambda: room.stopping, partial(self._fetched, room, message.slot, len(into)))
+        order = Fetch(message.slot, message.pages, first, into, message.checksums, message.block)
+        peer.receiver.fetch(order, lambda: room.stopping, partial(self._fetched, room, message.slot, kind, len(into)))
 
-    def _fetched(self, room: _ReceivingRoom, slot: int, pages: int, error: str) -> None:
+    def _fetched(self, room: _ReceivingRoom, slot: int, kind: BlockKind, count: int, error: str) -> None:
         """Take in the end of a copy. Called from any thread."""
         with self._lock:
             peer = room.peer
@@ -256,7 +269,7 @@ class DecodeSide:
                 log.error("the KV of r%d did not arrive: %s", room.request_id, error)
                 self._stop(room)
             elif not room.stopping:
-                self.counts.pages += pages
+                self.counts.blocks[kind] += count
                 peer.link.send(PagesRead(slot))
             self._conclude(room)
             self._release(peer)
@@ -341,8 +354,8 @@ class DecodeSide:
                     receiver.close()
                 return
             match message:
-                case PeerWelcome():
-                    peer.receiver = receiver
+                case PeerWelcome(layout=layout):
+                    peer.receiver, peer.kinds = receiver, tuple(one.kind for one in blocks_in(layout))
                 case Offered(room):
                     if (found := self._rooms.get(room)) is not None and not found.stopping:
                         self._tell(found.request_id, peer.name, "offered")

@@ -3,7 +3,8 @@
     decode engine ──Prefill──> submitted to the host, with a sink for its first token
                   ──Accept───> `accepted` for the core
     StartTransfer(send) ─────> a part, which waits for its batch, for `Accept`, and for free slots
-    its batch is collected ──> pages are copied into slots of staging memory, and announced
+    its batch is collected ──> pages are copied into slots of staging memory, and announced; windows and a state behind
+                               them
     the last part ───────────> PromptDone behind its pages
                   ──Outcome──> `done` or `failed` for the core, once no copy reads pages of the room any more
 
@@ -24,12 +25,12 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import numpy as np
 
-from lockstep.core.contract.commands import CancelTransfer, StartTransfer, Step
+from lockstep.core.contract.commands import NO_ROWS, CancelTransfer, StartTransfer, Step
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchId, ObservedEvent, RequestArrived, RequestId, TransferAdvanced
 from lockstep.core.contract.samples import sample_count
 from lockstep.host.errors import EngineStopped
-from lockstep.host.handover.kv import Int32s, KvSender, KvTransport, PagesStaged
+from lockstep.host.handover.kv import Int32s, KvSender, KvTransport, PagesStaged, blocks_of
 from lockstep.host.handover.link import Listener, PeerLink
 from lockstep.host.handover.results import PromptSink, packed
 from lockstep.host.handover.wire import (
@@ -59,12 +60,16 @@ Status = Literal["accepted", "done", "failed", "link_down"]
 
 @dataclass(slots=True)
 class _Pages:
-    """Pages to be copied into a slot; none: only the end of the prompt is announced behind the pages before."""
+    """Pages to be copied into a slot; none: only the end of the prompt is announced behind the pages before.
+
+    Windows of pages have the numbers of these pages; a state is page 0.
+    """
 
     room: _SendingRoom
     first_page: int
     pages: Int32s
     ending: PromptDone | None = None  # sent behind these pages
+    block: int = 0  # kind of the blocks, as `PagesReady` numbers them
 
 
 @dataclass(slots=True)
@@ -212,21 +217,20 @@ class PrefillSide:
         """Queue the pages of parts that can be sent."""
         if room.accept is None or room.stopping or room.peer.sender is None:
             return
-        page_size, most = self._kv.layout.page_size, room.peer.sender.pages_per_slot
+        sender, layout = room.peer.sender, self._kv.layout
         while room.ready:
             part = room.parts.popleft()
             room.ready -= 1
             if part.adapter_version != room.accept.adapter_version:
                 self._stop(room, "the engines have different versions of the adapter")
                 return
-            first = part.start_tokens // page_size
-            skipped = max(0, room.accept.start_tokens // page_size - first)
-            pages = part.pages[skipped:]
-            for at in range(0, len(pages), most):
-                some = pages[at : at + most]
-                room.peer.waiting.append(_Pages(room, first + skipped + at, some))
+            there = room.accept.start_tokens // layout.page_size
+            for number, (first, pages) in enumerate(blocks_of(part, layout, there)):
+                most = sender.beside_per_slot[number - 1] if number else sender.pages_per_slot
+                for at in range(0, len(pages), most):
+                    room.peer.waiting.append(_Pages(room, first + at, pages[at : at + most], block=number))
             if part.last:
-                room.peer.waiting.append(_Pages(room, 0, pages[:0], room.ending))
+                room.peer.waiting.append(_Pages(room, 0, NO_ROWS, room.ending))
         self._fill(room.peer)
 
     def _fill(self, peer: _DecodePeer) -> None:
@@ -245,7 +249,7 @@ class PrefillSide:
                 slot = peer.free.pop()
                 pages.room.copying += 1
                 peer.copying += 1
-                peer.sender.stage(slot, pages.pages, partial(self._staged, pages, slot))
+                peer.sender.stage(slot, pages.pages, partial(self._staged, pages, slot), pages.block)
             else:
                 return
 
@@ -264,7 +268,7 @@ class PrefillSide:
             else:
                 room.slots.add(slot)
                 count = len(pages.pages)
-                peer.link.send(PagesReady(room.number, slot, pages.first_page, count, staged.checksums))
+                peer.link.send(PagesReady(room.number, slot, pages.first_page, count, staged.checksums, pages.block))
             self._conclude(room)
             self._fill(peer)
             self._release(peer)

@@ -5,7 +5,8 @@
            ──Prefill────────────>              a request, under its room
            ──Accept─────────────>              the decode engine has given pages
            <──Offered────────────              the last part of the prompt was ordered
-           <──PagesReady─────────              a slot of the sender's staging memory has pages of a room
+           <──PagesReady─────────              a slot of the sender's staging memory has pages of a room, or windows
+                                               of them, or a part of its state
            ──PagesRead──────────>              the slot may be filled again
            <──PromptDone─────────              everything was sent: the first token, and the results of the prompt
            <──Stop───────────────              the prefill engine gives the transfer up
@@ -24,7 +25,7 @@ import msgspec
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import RequestArrived
 
-PROTOCOL = 2
+PROTOCOL = 3
 FRAME_BYTES_MAX = 1 << 30  # longer frames are refused
 LENGTH = struct.Struct("<I")
 
@@ -53,6 +54,25 @@ class LayoutPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     heads: int
 
 
+BlockKind = Literal["page", "window", "state"]
+"""Full pages; pages of layers with sliding windows; slots of layers that keep states."""
+
+
+class BlockLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Blocks beside full pages, on one rank.
+
+    A state has several such layouts if it is larger than a slot of staging memory: each is a piece of it.
+
+    Args:
+        block_bytes: of one block, or of the piece.
+        parts: of a block, or of the piece, in order.
+    """
+
+    kind: BlockKind
+    block_bytes: int
+    parts: tuple[LayoutPart, ...] = ()
+
+
 class PageLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The pages of an engine, and of what they are.
 
@@ -63,6 +83,8 @@ class PageLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         ranks: tensor-parallel ranks, of each stage.
         kv_heads: of the whole model. With more ranks than heads, neighbouring ranks have the same head.
         parts: of a page on that rank, in order.
+        beside: blocks of layers without full attention, of the same kinds and number on all ranks.
+        window_tokens: positions that layers with windows attend to, if these have pages of their own.
     """
 
     model: str
@@ -71,6 +93,8 @@ class PageLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     ranks: int = 1
     kv_heads: int = 0
     parts: tuple[LayoutPart, ...] = ()
+    beside: tuple[BlockLayout, ...] = ()
+    window_tokens: int = 0
 
 
 class StagingPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -83,6 +107,7 @@ class StagingPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         slot_bytes: of one slot.
         page_bytes: of a page on that rank.
         parts: of a page on that rank, in order.
+        beside: blocks of layers without full attention on that rank.
     """
 
     transport: str
@@ -91,6 +116,7 @@ class StagingPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     slot_bytes: int
     page_bytes: int = 0
     parts: tuple[LayoutPart, ...] = ()
+    beside: tuple[BlockLayout, ...] = ()
 
 
 # ------------------------------------------------------------------------------------------- from the decode engine
@@ -156,7 +182,8 @@ class Offered(LinkMessage, frozen=True):
 class PagesReady(LinkMessage, frozen=True):
     """Pages [first_page:first_page + pages) of a room are in a slot, on every rank.
 
-    `checksums` are the CRC-32 of each rank's bytes; empty: the bytes are not checked.
+    `checksums` are the CRC-32 of each rank's bytes; empty: the bytes are not checked. `block` is 0 for full pages, and
+    n + 1 for the blocks of `PageLayout.beside[n]`: windows of these pages, or the state behind the prompt as page 0.
     """
 
     room: int
@@ -164,6 +191,7 @@ class PagesReady(LinkMessage, frozen=True):
     first_page: int
     pages: int
     checksums: tuple[int, ...] = ()
+    block: int = 0
 
 
 class PromptResults(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -222,6 +250,11 @@ def read_from_decode(frame: bytes) -> FromDecode:
 def read_from_prefill(frame: bytes) -> FromPrefill:
     """Decode a message of a prefill engine. Raises LinkError."""
     return _read(_from_prefill, frame)
+
+
+def blocks_in(one: PageLayout | StagingPlace) -> tuple[BlockLayout, ...]:
+    """Return the layouts of all blocks of a rank, by their number in messages: full pages first."""
+    return BlockLayout("page", one.page_bytes, one.parts), *one.beside
 
 
 def _read(decoder: msgspec.msgpack.Decoder[AnyMessage], frame: bytes) -> AnyMessage:
