@@ -181,8 +181,8 @@ def test_pages_go_to_pinned_memory_and_come_back(gpu: FakeCuda, monkeypatch: pyt
     parts, tensors = pool_on_the_device(3)
     monkeypatch.setattr(module, "STAGING_BYTES", 3 * parts.size)
     lane = CudaLane(DEVICE, clock)
-    made = HostMover(parts, 60, lane, None, Identity(b""))
-    assert made.host.is_pinned()
+    made = HostMover({"page": parts}, {"page": 60}, lane, None, Identity(b""))
+    assert made.host["page"].is_pinned()
     rng = np.random.default_rng(5)
     device, there = rng.permutation(50)[:8].astype(np.int32), np.array([3, 4, 5, 9, 10, 40, 2, 1], np.int32)
     kept = [tensor.cpu() for _, tensor in tensors]
@@ -194,7 +194,7 @@ def test_pages_go_to_pinned_memory_and_come_back(gpu: FakeCuda, monkeypatch: pyt
             ended.append(end)
             arrived.set()
 
-        made.host.zero_()
+        made.host["page"].zero_()
         started = len(gpu.waits)
         made.begin(Move("write", 0, device, there, given_up=given_up), done)
         assert arrived.wait(60)
@@ -209,14 +209,14 @@ def test_pages_go_to_pinned_memory_and_come_back(gpu: FakeCuda, monkeypatch: pyt
             tensor.copy_(before)
     assert [(end.pages_done, end.failure) for end in ended] == [(8, None)] * 4
     made.close()
-    assert not made.host.is_pinned()
+    assert not made.host["page"].is_pinned()
 
 
 def test_host_memory_that_cannot_be_pinned_is_refused(gpu: FakeCuda) -> None:
     gpu.registering = 2
     parts, _ = pool_on_the_device(3)
     with pytest.raises(ConfigError, match=r"host memory cannot be pinned \(CUDA error 2\)"):
-        HostMover(parts, 60, CudaLane(DEVICE, clock), None, Identity(b""))
+        HostMover({"page": parts}, {"page": 60}, CudaLane(DEVICE, clock), None, Identity(b""))
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "nixl"])
