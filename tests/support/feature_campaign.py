@@ -30,14 +30,15 @@ from lockstep.runtime import LLM, Params
 from lockstep.runtime.llm import demo_folder
 from lockstep.runtime.outputs import PendingRequest, RequestOutput
 from tests.support.adapters import write_adapter
+from tests.support.architectures import SMALL, TRACK_INTERVAL, WINDOW_SHARE, save_architecture
 from tests.support.model_engines import CPU, DENSE, EXPERTS, HALVES, engines, ranks_in_roles, ranks_of
 from tests.support.small_llm import write_weights
 
-Kind = Literal["demo", "adapters", "sessions", "dense", "experts"]
+Kind = Literal["demo", "adapters", "sessions", "dense", "experts", "windows", "states"]
 Layout = Literal["one", "roles", "ranks", "ranks in roles"]
 
 CLEAR = 2e-3  # of logprobs; ranks in float32 differ by less than a tenth of it
-RARE = ("host tokens", "storage tokens")
+RARE = ("host tokens", "storage tokens", "windows loaded", "states loaded")
 MANY = 60  # requests, from which on what is rare must happen
 ABORTED = 0.1  # share of requests
 TOGETHER = 16  # requests that are sent at the same time
@@ -51,6 +52,8 @@ DEMO: dict[str, Any] = {
     **CPU, "dtype": "float32", "page_size": 16, "pages": 30, "chunked_prefill_size": 64, "max_running_requests": 6,
 }  # fmt: skip
 TINY: dict[str, Any] = {**CPU, "page_size": 4, "pages": 100, "chunked_prefill_size": 16, "max_running_requests": 6}
+SMALLEST = int(SMALL["vocab_size"])
+VOCABULARIES: dict[Kind, int] = {"dense": 300, "experts": 300, "windows": SMALLEST, "states": SMALLEST}
 DEBUG: dict[str, Any] = {"debug": True}
 """Options of every engine but the plain one."""
 
@@ -94,6 +97,11 @@ ADAPTERS: dict[str, Any] = {"max_loras": 2}
 ALL_TO_ALL: dict[str, Any] = {"ep": 2, "moe_a2a": True}
 DELAYER: dict[str, Any] = {"prefill_delayer": True, "prefill_delayer_max_delay_passes": 4}
 POLICIES = ("write_through", "write_through_selective", "write_back")
+POOLS: dict[Kind, tuple[str, dict[str, Any]]] = {
+    "windows": ("Gemma 3", {"swa_full_tokens_ratio": WINDOW_SHARE}),
+    "states": ("Qwen3.5", {"mamba_track_interval": TRACK_INTERVAL}),
+}
+"""Models with pools beside full attention: architecture, and options of the engines that are checked."""
 ROLES, STAGES, RANKS = "prefill and decode engines", "stages", "data-parallel attention"
 
 
@@ -150,6 +158,16 @@ PAIRS: list[Case] = [
     Case(name="tiers, sessions", kind="sessions", options={**TIERS, "session_kv": "evictable"}),
     Case(name="tiers, ranks or stages", variant="ranks", options={**STORED, "tp": 2}),
     Case(name="tiers, ranks or stages", variant="stages", options={**STORED, "pp": 2}),
+    *(
+        Case(name=f"tiers, pools of {kind}", variant=variant, kind=kind,
+             options={**options, **STORED, "load_tokens_min": 4, "prefetch_tokens_min": 4, "pages": 60, **more})
+        for kind, (_, options) in POOLS.items()
+        for variant, more in (
+            *((policy, {"host_write_policy": policy}) for policy in POLICIES),
+            ("drafts", NGRAM),
+            ("ranks", {"tp": 2}),
+        )
+    ),
     Case(name=f"sessions, {ROLES}", kind="sessions", layout="roles"),
     Case(name="adapters, tiers", kind="adapters", options={**ADAPTERS, **STORED}),
     Case(name=f"adapters, {ROLES}", kind="adapters", layout="roles", options=ADAPTERS),
@@ -204,12 +222,15 @@ class Models:
 
     def options(self, kind: Kind) -> dict[str, Any]:
         """Return the options of every engine for requests of a kind."""
-        if kind in ("dense", "experts"):
+        if kind in POOLS or kind in ("dense", "experts"):
             return {**TINY, "model": self._model(kind)}
         return {**DEMO, **({"lora": self._adapters()} if kind == "adapters" else {})}
 
     def _model(self, kind: Kind) -> Path:
-        if kind not in self._made:
+        if kind not in self._made and kind in POOLS:
+            save_architecture(self.folder / kind, POOLS[kind][0])
+            self._made[kind] = self.folder / kind
+        elif kind not in self._made:
             (self.folder / kind).mkdir()
             self._made[kind] = write_weights(self.folder / kind, DENSE if kind == "dense" else EXPERTS)
         return self._made[kind]
@@ -234,13 +255,13 @@ class Models:
 
     def _drawn(self, plain: LLM, rng: random.Random, kind: Kind) -> list[Wanted]:
         """Draw requests that share beginnings until enough of them have a clear answer."""
-        tiny = kind in ("dense", "experts")
-        starts = [_beginning(rng, 300 if tiny else 2000, (8, 40) if tiny else (40, 130)) for _ in range(self._groups)]
+        tiny, vocabulary = kind in POOLS or kind in ("dense", "experts"), VOCABULARIES.get(kind, 2000)
+        starts = [_beginning(rng, vocabulary, (8, 40) if tiny else (40, 130)) for _ in range(self._groups)]
         found: list[Wanted] = []
         while len(found) < self._requests:
             drawn = []
             for _ in range(self._requests + 4):
-                ends = [rng.randrange(3, 300 if tiny else 2000) for _ in range(rng.randrange(1, 20))]
+                ends = [rng.randrange(3, vocabulary) for _ in range(rng.randrange(1, 20))]
                 adapter = rng.choice(("", "a0", "a1", "a2")) if kind == "adapters" else ""
                 drawn.append((rng.choice(starts) + ends, adapter, rng.randrange(4, 17)))
             answers = plain.generate([one for one, _, _ in drawn], [_choosing(most, name) for _, name, most in drawn])
@@ -523,6 +544,8 @@ def _marks(case: Case, overlap: int, made: Running) -> dict[str, int]:
     marks = {"retractions": sum(one.engine.counts.retractions for one in stats)}
     if "host_cache_gb" in case.options:
         marks["host tokens"] = sum(one.tiers.host_tokens for one in stats)
+        if case.kind in POOLS:
+            marks[f"{case.kind} loaded"] = sum(one.tiers.blocks["load", case.kind.rstrip("s")] for one in stats)
     if "storage" in case.options:
         if overlap == case.overlaps[0]:
             marks["pages stored"] = sum(one.store.pages_written for one in stats if one.store is not None)

@@ -39,7 +39,7 @@ WINDOWS: dict[str, Any] = {"swa_full_tokens_ratio": 0.5}
 ON_RANKS = "data-parallel attention with `draft_model`, `--pp` or pages of windows"
 IN_STAGES = "stages with a draft model, pages of windows or a head that drafts"
 IN_HALVES = "halves with drafts, forced tokens, several steps, stages, pools of windows or states"
-POOLS = "tiers or prefill and decode engines with pools of windows or states"
+POOLS = "prefill and decode engines with pools of windows or states"
 REFUSED: list[Refused] = [
     Refused(
         name="data-parallel attention with adapters", options={**RANKS, "max_loras": 2},
@@ -65,13 +65,7 @@ REFUSED: list[Refused] = [
         name="stages with several steps per launch", options={"pp": 2, "decode_steps_per_launch": 3},
         words="would keep all stages but one idle",
     ),
-    *(
-        Refused(name=POOLS, options={**WINDOWS, **options}, words=words, model="windows")
-        for options, words in (
-            ({"host_cache_gb": 0.05}, "host_cache_gb"),
-            ({"role": "prefill"}, "role"),
-        )
-    ),
+    Refused(name=POOLS, options={**WINDOWS, "role": "prefill"}, words="role", model="windows"),
     Refused(
         name="adapters in folders with experts", options={"lora": {"a": ""}}, words="mlp.experts", model="experts"
     ),
