@@ -214,8 +214,6 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(self: HostMover, move: Move, done: Any) -> None:
         if move.kind == "write" and move.given_up and move.copies:
             waiting.append(lambda: right(self, move, done))
-            if len(waiting) > 2:
-                waiting.pop(0)()
         else:
             while waiting:
                 waiting.pop(0)()
