@@ -98,7 +98,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LFM2", {"host_write_policy": "write_through", "overlap_depth": 2, "same_step_sharing": True}),
     ("LFM2", {"host_write_policy": "write_back", "overlap_depth": 1, "decode_steps_per_launch": 3}),
     ("Qwen3.5", {"host_write_policy": "write_back", "overlap_depth": 0}),
-    ("Qwen3-Next", {"host_write_policy": "write_through_selective", "overlap_depth": 1, **NGRAM}),
+    (
+        "Qwen3-Next",
+        {"host_write_policy": "write_through_selective", "overlap_depth": 1, "max_mamba_cache_size": 40, **NGRAM},
+    ),
     ("Bamba", {"host_write_policy": "write_through", "overlap_depth": 1}),
 ]
 

@@ -57,7 +57,8 @@ def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig
     parts = all_parts_of(executor.attention.pool, executor.drafter, executor.canary)
     counts: dict[BlockKind, int] = {"page": config.tiers.host_pages}
     if config.hybrid is not msgspec.UNSET:
-        counts |= host_block_counts(config.hybrid, config.pages, config.tiers.host_pages)
+        for kind, count in host_block_counts(config.hybrid, config.pages, config.tiers.host_pages).items():
+            counts[kind] = count
     store, identity = None, Identity(b"")
     if settings.storage is not None:
         bytes_max, page_bytes = int(settings.storage_gb * 1e9), parts["page"].size
