@@ -102,32 +102,6 @@ def test_passes_of_models_do_not_wait(
     assert (graphs is not None and graphs.replays > 0) == ("cuda_graph_max_batch" in options)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "kind"),
-    [("Gemma 3", {"swa_full_tokens_ratio": 0.8}, "window"), ("LFM2", {"mamba_track_interval": 16}, "state")],
-)
-def test_windows_and_states_come_back_from_pinned_memory(
-    name: str, options: dict[str, Any], kind: str, tmp_path: Path
-) -> None:
-    """A device with room for one prompt, to which another comes in between; passes wait for no copy."""
-    save_architecture(tmp_path, name)
-    prompts = [[5 + (number * step) % 80 for number in range(50)] for step in (3, 7)]
-    below: dict[str, Any] = {"host_cache_gb": 0.001, "load_tokens_min": 1, "pages": 7, "max_running_requests": 1}
-    below |= {"chunked_prefill_size": 32, "host_write_policy": "write_back"}
-    with (
-        FakeCuda(interpret=False, devices=2) as gpu,
-        LLM(tmp_path, dtype="float32", **{**GPU, **options, **below}) as llm,
-    ):
-        started = len(gpu.waits)
-        answers = [llm.generate([prompts[number]], THREE)[0].token_ids for number in (0, 1, 0, 1)]
-        served = {one.where.partition(":")[0] for one in gpu.waits[started:]}
-        stats = llm.stats()
-    assert answers[:2] == answers[2:]
-    assert stats.tiers.blocks["load", kind] > 0
-    assert stats.tiers.blocks["write", kind] > 0
-    assert served <= {"tiers/mover.py"}  # in threads of their own
-
-
 def test_only_the_encoder_of_pictures_waits(tmp_path: Path) -> None:
     """The library's code reads the sizes of a picture from the device; drafts and experts wait for nothing."""
     model, _ = save_family(tmp_path, "Qwen3.5 MoE with pictures")

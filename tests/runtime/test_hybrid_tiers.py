@@ -100,7 +100,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3.5", {"host_write_policy": "write_back", "overlap_depth": 0}),
     (
         "Qwen3-Next",
-        {"host_write_policy": "write_through_selective", "overlap_depth": 1, "max_mamba_cache_size": 40, **NGRAM},
+        {"host_write_policy": "write_through", "overlap_depth": 1, "max_mamba_cache_size": 40, **NGRAM},
     ),
     ("Bamba", {"host_write_policy": "write_through", "overlap_depth": 1}),
 ]
