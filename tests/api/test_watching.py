@@ -336,7 +336,8 @@ def test_damage_of_the_storage_is_counted_by_engine() -> None:
     metrics = Metrics(("vllm",))
     metrics.name_model("m")
     store = asdict(StoreCounts(pages_read=7, pages_damaged=2, writes_failed=1, bytes_stored=4096))
-    figures = TierFigures((("load", "done", 3), ("store", "failed", 1)), (("load", 12),), 192, 96, tuple(store.items()))
+    moves, beside = (("load", "done", 3), ("store", "failed", 1)), (("load", "window", 5), ("write", "state", 2))
+    figures = TierFigures(moves, (("load", 12),), 192, 96, tuple(store.items()), beside)
     text = metrics.exposition(Gauges(0, 1, 100, 0.1, 0, 0, 0, True, tiers=figures), up=(True,)).decode()
     for name, value in (
         ('lockstep_storage_pages_total{engine="0",event="damaged",model_name="m"}', 2),
@@ -344,6 +345,8 @@ def test_damage_of_the_storage_is_counted_by_engine() -> None:
         ('lockstep_storage_bytes{engine="0",model_name="m"}', 4096),
         ('lockstep_tier_moves_total{engine="0",kind="store",model_name="m",outcome="failed"}', 1),
         ('lockstep_tier_pages_total{engine="0",kind="load",model_name="m"}', 12),
+        ('lockstep_tier_blocks_total{block="window",engine="0",kind="load",model_name="m"}', 5),
+        ('lockstep_tier_blocks_total{block="state",engine="0",kind="write",model_name="m"}', 2),
         ('lockstep_prompt_tokens_from_storage_total{engine="0",model_name="m"}', 96),
     ):
         assert f"\n{name} {value:.1f}\n" in text, name

@@ -23,10 +23,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime import LLM
-from lockstep.runtime.assembly import sliding_layers
 from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.checkpoint import read_config
 from lockstep.runtime.models import build_model, read_settings
+from lockstep.runtime.page_bytes import sliding_layers
 from tests.runtime.test_models import Ranks
 from tests.support.architectures import (
     ARCHITECTURES,

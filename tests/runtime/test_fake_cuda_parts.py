@@ -15,8 +15,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+from lockstep.core.contract.commands import BlockCopy  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
-from lockstep.host.cache_moves import Move  # noqa: E402
+from lockstep.host.cache_moves import BlockKind, Move  # noqa: E402
 from lockstep.host.handover.kv import Fetch  # noqa: E402
 from lockstep.host.quantization import WeightFormat  # noqa: E402
 from lockstep.runtime import memory_saver, triton_trial  # noqa: E402
@@ -182,8 +183,8 @@ def test_pages_go_to_pinned_memory_and_come_back(gpu: FakeCuda, monkeypatch: pyt
     parts, tensors = pool_on_the_device(3)
     monkeypatch.setattr(module, "STAGING_BYTES", 3 * parts.size)
     lane = CudaLane(DEVICE, clock)
-    made = HostMover(parts, 60, lane, None, Identity(b""))
-    assert made.host.is_pinned()
+    made = HostMover({"page": parts}, {"page": 60}, lane, None, Identity(b""))
+    assert made.host["page"].is_pinned()
     rng = np.random.default_rng(5)
     device, there = rng.permutation(50)[:8].astype(np.int32), np.array([3, 4, 5, 9, 10, 40, 2, 1], np.int32)
     kept = [tensor.cpu() for _, tensor in tensors]
@@ -195,7 +196,7 @@ def test_pages_go_to_pinned_memory_and_come_back(gpu: FakeCuda, monkeypatch: pyt
             ended.append(end)
             arrived.set()
 
-        made.host.zero_()
+        made.host["page"].zero_()
         started = len(gpu.waits)
         made.begin(Move("write", 0, device, there, given_up=given_up), done)
         assert arrived.wait(60)
@@ -210,14 +211,59 @@ def test_pages_go_to_pinned_memory_and_come_back(gpu: FakeCuda, monkeypatch: pyt
             tensor.copy_(before)
     assert [(end.pages_done, end.failure) for end in ended] == [(8, None)] * 4
     made.close()
-    assert not made.host.is_pinned()
+    assert not made.host["page"].is_pinned()
+
+
+@pytest.mark.parametrize("pages", [0, 8])
+def test_windows_and_states_go_to_pinned_memory_and_come_back(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    """With pages or alone, in several pieces; what is given up is read before anything that is launched later."""
+    from lockstep.runtime.tiers import mover as module
+
+    kinds: tuple[BlockKind, ...] = ("page", "window", "state")
+    pools = {kind: pool_on_the_device(seed) for seed, kind in enumerate(kinds)}
+    parts = {kind: one for kind, (one, _) in pools.items()}
+    monkeypatch.setattr(module, "STAGING_BYTES", 3 * parts["page"].size)
+    made = HostMover(parts, {"page": 60, "window": 30, "state": 20}, CudaLane(DEVICE, clock), None, Identity(b""))
+    assert all(one.is_pinned() for one in made.host.values())
+    rng = np.random.default_rng(6)
+    device = {kind: rng.permutation(50)[: 8 if kind != "page" else pages].astype(np.int32) for kind in kinds}
+    there = {kind: rng.permutation(20)[: len(device[kind])].astype(np.int32) for kind in kinds}
+    copies = (
+        BlockCopy("window", device["window"], there["window"]), BlockCopy("state", device["state"], there["state"]),
+    )  # fmt: skip
+    kept = {kind: [tensor.cpu() for _, tensor in tensors] for kind, (_, tensors) in pools.items()}
+    ended: list[Any] = []
+    for given_up in (False, True):
+        for kind in ("write", "load"):
+            arrived = threading.Event()
+
+            def done(end: Any, arrived: threading.Event = arrived) -> None:
+                ended.append(end)
+                arrived.set()
+
+            given = given_up and kind == "write"
+            made.begin(Move(kind, 0, device["page"], there["page"], given_up=given, copies=copies), done)
+            assert arrived.wait(60)
+            for _, tensors in pools.values():
+                for _, tensor in tensors:
+                    if kind == "write":
+                        tensor.fill_(255)
+        for name, (_, tensors) in pools.items():
+            for (_, tensor), before in zip(tensors, kept[name], strict=True):
+                assert torch.equal(tensor.cpu()[device[name]], before[device[name]])
+                tensor.copy_(before)
+    assert [(end.pages_done, end.failure) for end in ended] == [(pages, None)] * 4
+    made.close()
+    assert not any(one.is_pinned() for one in made.host.values())
 
 
 def test_host_memory_that_cannot_be_pinned_is_refused(gpu: FakeCuda) -> None:
     gpu.registering = 2
     parts, _ = pool_on_the_device(3)
     with pytest.raises(ConfigError, match=r"host memory cannot be pinned \(CUDA error 2\)"):
-        HostMover(parts, 60, CudaLane(DEVICE, clock), None, Identity(b""))
+        HostMover({"page": parts}, {"page": 60}, CudaLane(DEVICE, clock), None, Identity(b""))
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "nixl"])

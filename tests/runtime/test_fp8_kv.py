@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.host.quantization import KV_BYTES  # noqa: E402
-from lockstep.runtime.assembly import page_bytes_of  # noqa: E402
 from lockstep.runtime.attention.reference import ReferenceAttention  # noqa: E402
 from lockstep.runtime.checkpoint import CheckpointError  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
+from lockstep.runtime.page_bytes import page_bytes_of  # noqa: E402
 from lockstep.runtime.quantized.fp8 import to_fp8  # noqa: E402
 from lockstep.runtime.quantized.fp8_format import FP8  # noqa: E402
 from tests.runtime.test_models import some_tokens  # noqa: E402

@@ -10,9 +10,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("transformers", reason="latent attention runs by transformers' code")
 
-from lockstep.runtime.assembly import make_pool, page_bytes_of  # noqa: E402
+from lockstep.runtime.assembly import make_pool  # noqa: E402
 from lockstep.runtime.from_transformers import latent  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
+from lockstep.runtime.page_bytes import page_bytes_of  # noqa: E402
 from lockstep.runtime.tiers.page_parts import parts_of  # noqa: E402
 from tests.support.architectures import LATENT, greedy_answers, save_architecture, serve  # noqa: E402
 

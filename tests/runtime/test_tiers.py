@@ -31,7 +31,7 @@ from lockstep.host.startup import Keeper  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from lockstep.runtime.tiers.identity import Identity, weights_digest  # noqa: E402
-from lockstep.runtime.tiers.mover import CpuCopies, HostMover, make_host_pages, runs  # noqa: E402
+from lockstep.runtime.tiers.mover import CpuCopies, HostMover, Named, make_host_blocks, runs  # noqa: E402
 from lockstep.runtime.tiers.page_parts import PageParts, parts_of  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
 from tests.support.small_runtime import Answer, Foreseeing, SmallRuntime, alone, small_config  # noqa: E402
@@ -50,9 +50,9 @@ class LateMover(HostMover):
         time.sleep(self.delays.random() * 0.003)
         return super()._copied(move, copy)
 
-    def _fetch(self, move: Move, keys: list[bytes]) -> MoveEnd:
+    def _fetch(self, move: Move, named: Named) -> MoveEnd:
         time.sleep(self.delays.random() * 0.003)
-        return super()._fetch(move, keys)
+        return super()._fetch(move, named)
 
 
 class Tiered(SmallRuntime):
@@ -73,7 +73,7 @@ class Tiered(SmallRuntime):
         executor = self.executor
         pages = parts_of(executor.attention.pool, executor.drafter, executor.canary)
         store = None if folder is None else FolderStore(folder, bytes_max=bytes_max)
-        self.mover = LateMover(pages, below.host_pages, executor.lane, store, Identity(weights))
+        self.mover = LateMover({"page": pages}, {"page": below.host_pages}, executor.lane, store, Identity(weights))
         self.host.moves.mover = self.mover
 
     @property
@@ -337,8 +337,8 @@ def test_pages_come_back_wherever_they_lie(count: int) -> None:
     tensors = [(name, torch.from_numpy(rng.integers(0, 250, shape).astype(np.uint8))) for name, shape in shapes.items()]
     parts = PageParts(tensors)
     assert [part.words.itemsize for part in parts.parts] == [8, 1, 1]
-    host = make_host_pages(60, parts.size, pinned=False)
-    copies = CpuCopies(parts, host)
+    host = make_host_blocks(60, parts.size, pinned=False)
+    copies = CpuCopies({"page": parts}, {"page": host})
     for order in (np.arange(5, 5 + count), rng.permutation(50)[:count]):
         device, there = order.astype(np.int32), rng.permutation(60)[:count].astype(np.int32)
         before = [tensor.clone() for _, tensor in tensors]

@@ -39,7 +39,7 @@ Kind = Literal["demo", "adapters", "sessions", "dense", "experts", "windows", "s
 Layout = Literal["one", "roles", "ranks", "ranks in roles"]
 
 CLEAR = 2e-3  # of logprobs; ranks in float32 differ by less than a tenth of it
-RARE = ("host tokens", "storage tokens")
+RARE = ("host tokens", "storage tokens", "windows loaded", "states loaded")
 MANY = 60  # requests, from which on what is rare must happen
 ABORTED = 0.1  # share of requests
 TOGETHER = 16  # requests that are sent at the same time
@@ -170,6 +170,16 @@ PAIRS: list[Case] = [
     Case(name="tiers, sessions", kind="sessions", options={**TIERS, "session_kv": "evictable"}),
     Case(name="tiers, ranks or stages", variant="ranks", options={**STORED, "tp": 2}),
     Case(name="tiers, ranks or stages", variant="stages", options={**STORED, "pp": 2}),
+    *(
+        Case(name=f"tiers, pools of {kind}", variant=variant, kind=kind,
+             options={**options, **STORED, "load_tokens_min": 4, "prefetch_tokens_min": 4, "pages": 60, **more})
+        for kind, (_, options) in POOLS.items()
+        for variant, more in (
+            *((policy, {"host_write_policy": policy}) for policy in POLICIES),
+            ("drafts", NGRAM),
+            ("ranks", {"tp": 2}),
+        )
+    ),
     Case(name=f"sessions, {ROLES}", kind="sessions", layout="roles"),
     Case(name="adapters, tiers", kind="adapters", options={**ADAPTERS, **STORED}),
     Case(name=f"adapters, {ROLES}", kind="adapters", layout="roles", options=ADAPTERS),
@@ -564,6 +574,8 @@ def _marks(case: Case, overlap: int, made: Running) -> dict[str, int]:
     marks = {"retractions": sum(one.engine.counts.retractions for one in stats)}
     if "host_cache_gb" in case.options:
         marks["host tokens"] = sum(one.tiers.host_tokens for one in stats)
+        if case.kind in POOLS:
+            marks[f"{case.kind} loaded"] = sum(one.tiers.blocks["load", case.kind.rstrip("s")] for one in stats)
     if "storage" in case.options:
         if overlap == case.overlaps[0]:
             marks["pages stored"] = sum(one.store.pages_written for one in stats if one.store is not None)

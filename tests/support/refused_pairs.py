@@ -40,7 +40,6 @@ ON_RANKS = "data-parallel attention with `--pp`, pages of windows or a head that
 IN_STAGES = "stages with pages of windows or a head that drafts"
 SPLIT = "a draft model with `--tp`"
 IN_HALVES = "halves with drafts, forced tokens, several steps, stages, pools of windows or states"
-POOLS = "tiers with pools of windows or states"
 REFUSED: list[Refused] = [
     Refused(
         name="data-parallel attention with adapters", options={**RANKS, "max_loras": 2},
@@ -70,7 +69,6 @@ REFUSED: list[Refused] = [
         name="stages with several steps per launch", options={"pp": 2, "decode_steps_per_launch": 3},
         words="would keep all stages but one idle",
     ),
-    Refused(name=POOLS, options={**WINDOWS, "host_cache_gb": 0.05}, words="host_cache_gb", model="windows"),
     Refused(
         name="adapters in folders with experts", options={"lora": {"a": ""}}, words="mlp.experts", model="experts"
     ),

@@ -28,8 +28,6 @@ from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.block_settings import block_settings
 from lockstep.host.engine_options import Numerics
 from lockstep.host.loop import HostClock
-from lockstep.host.page_store import open_store
-from lockstep.host.tier_options import cache_tiers
 from lockstep.runtime.attention import AttentionBackend, Needs, choose, make
 from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.blocks import DeviceBlocks, check_blocks, with_threshold
@@ -38,13 +36,11 @@ from lockstep.runtime.draft_sources import (
     Draft,
     check_trees,
     draft_of,
-    draft_page_bytes,
     layers_beside,
     make_drafter,
     takes_media,
     taps_of,
 )
-from lockstep.runtime.drafting import NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RowSampler, RunnableModel
 from lockstep.runtime.expert_load import counter_for
 from lockstep.runtime.expert_moves import with_placing
@@ -58,7 +54,6 @@ from lockstep.runtime.graphs import (
     expected_bytes,
     graph_sizes,
 )
-from lockstep.runtime.head_drafter import HeadDrafter
 from lockstep.runtime.kv_pool import KvPool, LatentPool
 from lockstep.runtime.lora.slots import run_once
 from lockstep.runtime.media import DeviceMedia
@@ -71,10 +66,10 @@ from lockstep.runtime.models.packed import pack_matrices, packed_bytes
 from lockstep.runtime.models.stage import ExpertSplit, StageLayers
 from lockstep.runtime.multiplexing import LayerParts, multiplexing_of
 from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
+from lockstep.runtime.page_bytes import drafting_bytes_of, page_bytes_of, sliding_layers
 from lockstep.runtime.pieces import TOKENS_MAX, make_pieces, piece_sizes
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.processor import multiplies_bfloat16
-from lockstep.runtime.quantized.fp8_format import FP8
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.sampling import (
     LogitProcessor,
@@ -87,9 +82,8 @@ from lockstep.runtime.stages import RankPlace, StageLinks
 from lockstep.runtime.states.pool import StateTensors, slot_bytes_of
 from lockstep.runtime.states.slots import RowSlots
 from lockstep.runtime.tables import DeviceTables, check_page_table
-from lockstep.runtime.tiers.identity import Identity, random_weights_digest, weights_digest
+from lockstep.runtime.tiers.below import make_mover, with_tiers
 from lockstep.runtime.tiers.mover import HostMover
-from lockstep.runtime.tiers.page_parts import parts_of
 from lockstep.runtime.transfer.blocks import sent_blocks
 from lockstep.runtime.transfer.rank import RankPages
 from lockstep.runtime.transfer.transports import check_transport
@@ -303,7 +297,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         of_draft = Needs(*kind, group=draft.heads // draft.kv_heads, special=names_of(draft.rules))
         choose(kernels.backend, replace(of_draft, numerics=kernels.numerics, trees=config.drafts_trees))
     if settings.host_cache_gb:
-        config = _with_tiers(settings, config, memory.page, model)
+        config = with_tiers(settings, config, model, draft)
     if settings.eplb:
         config = with_placing(settings, config, model)
     if ranks is not None:
@@ -338,57 +332,6 @@ def stage_of(settings: RankSettings, ranks: OtherRanks) -> StageLayers:
 
 def _experts_of(settings: RankSettings) -> ExpertSplit:
     return ExpertSplit(settings.ep, settings.moe_a2a, settings.eplb, settings.redundant_experts)
-
-
-def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, model: LanguageModel) -> SchedConfig:
-    """Return the settings of the scheduler with the tiers below the device. Raises ConfigError.
-
-    Args:
-        page_bytes: of one page on this rank, whose stage has the layers of `model`.
-    """
-    if config.hybrid is not msgspec.UNSET:
-        raise ConfigError(
-            "`host_cache_gb` is given, and this model has sliding windows or states, which this runtime does not move "
-            "between tiers yet\nhint: leave out host_cache_gb, or swa_full_tokens_ratio"
-        )
-    if settings.debug:
-        page_bytes += Canary.bytes_per_page(config.page_size)
-    of_all = page_bytes * model.parallel.ranks
-    if model.stage.count > 1:  # page bytes are proportional to layers, but for some numbers of each token
-        of_all = of_all * model.settings.layers // model.layers
-        of_all += draft_page_bytes(settings, config.page_size, model) if not model.stage.is_first else 0
-    return msgspec.structs.replace(config, tiers=cache_tiers(settings, of_all))
-
-
-def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig, executor: Executor) -> HostMover:
-    """Make host memory and storage of a rank. Raises ConfigError if there is no room, or the storage cannot be opened.
-
-    Ranks share a folder, and its bound.
-    """
-    assert config.tiers is not msgspec.UNSET
-    pages = parts_of(executor.attention.pool, executor.drafter, executor.canary)
-    store, identity = None, Identity(b"")
-    if settings.storage is not None:
-        store = open_store(settings.storage, page_bytes=pages.size, bytes_max=int(settings.storage_gb * 1e9))
-        shares = model.parallel.shared is not None
-        parallel: tuple[int, ...] = (0 if shares else model.parallel.rank, model.parallel.ranks, *((1,) * shares))
-        if model.stage.count > 1:
-            parallel += (model.stage.number, model.stage.count)
-        if settings.ep > 1:
-            parallel += (settings.ep, int(settings.moe_a2a))
-        computed = (pages.layout(), type(model).__name__, str(model.dtype), model.activations, settings.numerics)
-        folder, seed = Path(settings.model), settings.random_weights_seed
-        weights = weights_digest(folder) if seed is None else random_weights_digest(folder, seed)
-        drafts = None if settings.draft_model is None else weights_digest(Path(settings.draft_model)).hex()
-        identity = Identity(weights, (*computed, executor.attention.name, *parallel, drafts))
-    made = HostMover(pages, config.tiers.host_pages, executor.lane, store, identity)
-    log.info(
-        "host memory below the KV cache: %d pages, %.0f MiB%s",
-        config.tiers.host_pages,
-        config.tiers.host_pages * pages.size / MIB,
-        "" if settings.storage is None else f"; storage in {settings.storage}, up to {settings.storage_gb:g} GB",
-    )
-    return made
 
 
 def make_transfers(
@@ -641,29 +584,6 @@ class PoolShares:
         return max(by_ratio, 1 + least)
 
 
-def page_bytes_of(model: Draft, page_size: int, window_share: float | None = None) -> int:
-    """Return the bytes of one page of a pool made by `make_pool`.
-
-    Args:
-        window_share: window pages for each page; None: layers with windows use the pages of all layers.
-    """
-    stored = model.dtype if model.kv_scales is None else FP8
-    sliding = 0
-    if window_share is not None:
-        assert isinstance(model, LanguageModel)
-        sliding = len(sliding_layers(model))
-    full, windows = (
-        KvPool.bytes_per_page(layers, page_size, model.kv_heads, model.head_dim, stored, shared=model.shares_kv)
-        for layers in (model.layers - sliding, sliding)
-    )
-    return full + math.ceil(windows * (window_share or 0.0))
-
-
-def sliding_layers(model: LanguageModel) -> tuple[int, ...]:
-    """Return the layers with sliding windows."""
-    return tuple(layer for layer, rule in enumerate(model.rules) if rule.window is not None)
-
-
 def check_windows(model: LanguageModel, share: float, page_size: int) -> int:
     """Return the window of a model whose layers with windows are to have pages of their own. Raises ConfigError."""
     windows = sorted({rule.window for rule in model.rules if rule.window is not None})
@@ -803,11 +723,7 @@ def _sized(
             slots = shares.state_slots(kv_bytes, without_pages.pages, slot_bytes, without_pages, given=True)
         elif slots is None:
             page_bytes += math.ceil(kv_bytes * shares.states)
-    if draft is not None:
-        page_bytes += page_bytes_of(draft, page_size)
-        page_bytes += HeadDrafter.bytes_of(draft, page_size) if isinstance(draft, DraftHead) else 0
-    elif without_pages.speculates and not elsewhere:
-        page_bytes += NgramDrafter.bytes_of(page_size)
+    page_bytes += drafting_bytes_of(draft, without_pages, elsewhere=elsewhere)
     kernels = pick(without_pages)
     if ranks is not None:
         rounded = f", rows in fp8, {model.activations}" if model.activations else ""

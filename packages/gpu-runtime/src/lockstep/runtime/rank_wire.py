@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.events import BatchId, PromptSpan, RequestId
+from lockstep.core.contract.events import BatchId, BlocksFound, PromptSpan, RequestId
 from lockstep.host.batches import BatchResult, ContextOf, RowContext
 from lockstep.host.cache_moves import Move
 from lockstep.host.engine_options import RankOptions
@@ -324,6 +324,7 @@ class Moved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     number: int
     pages_done: int
     error: str = ""
+    blocks: tuple[BlocksFound, ...] = ()
 
 
 class TransferDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):

@@ -604,7 +604,7 @@ class RankGroup:
             batch_id, ours, theirs = compared
             self._compare(worker, batch_id, ours, theirs)
         if isinstance(message, Moved) and self.on_moved is not None:
-            self.on_moved(MoveEnd(message.number, message.pages_done, message.error))
+            self.on_moved(MoveEnd(message.number, message.pages_done, message.error, blocks=message.blocks))
         if isinstance(message, TransferDone) and self.on_transferred is not None:
             self.on_transferred(message)
         if isinstance(message, Failed):

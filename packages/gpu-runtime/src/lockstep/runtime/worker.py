@@ -316,7 +316,7 @@ class Follower:
         if end.failure is not None:
             self.orders.fail(end.failure)
         else:
-            self.orders.channel.send(Moved(end.number, end.pages_done, end.error))
+            self.orders.channel.send(Moved(end.number, end.pages_done, end.error, end.blocks))
 
     def _adapter(self, about: AdapterUpdate) -> None:
         """Read an adapter, or copy it to the device, in a separate thread.

@@ -1,4 +1,4 @@
-"""Moves of KV pages between the device, host memory and storage: orders of the core, and their answers.
+"""Moves of KV pages, and of windows and states, between the device, host memory and storage: orders and answers.
 
 CopyToHost, LoadFromHost, PrefetchFromStorage, WriteToStorage, CancelPrefetch
     │ `CacheMoves.begin`, in the host's thread, in the order of the Step
@@ -21,6 +21,9 @@ import msgspec
 
 from lockstep.core.contract.commands import (
     NO_ROWS,
+    BlockCopy,
+    BlockFetch,
+    BlockStore,
     CancelPrefetch,
     CopyToHost,
     LoadFromHost,
@@ -30,6 +33,7 @@ from lockstep.core.contract.commands import (
 )
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import (
+    BlocksFound,
     HostCopyFinished,
     ObservedEvent,
     PrefetchFinished,
@@ -46,8 +50,15 @@ TierCommand = CopyToHost | LoadFromHost | PrefetchFromStorage | WriteToStorage |
 MoveKind = Literal["write", "load", "prefetch", "store", "cancel"]
 
 
+BlockKind = Literal["page", "window", "state"]
+"""Pages of layers that attend to all positions, pages of sliding windows, and slots of states: each in a pool."""
+
+
 class Move(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An order to move pages. Page i of the move is in `device_pages[i]`, `host_pages[i]`, and under `keys[i]`."""
+    """An order to move pages. Page i of the move is in `device_pages[i]`, `host_pages[i]`, and under `keys[i]`.
+
+    Windows and states of hybrid models move with the pages, or alone.
+    """
 
     kind: MoveKind  # cancel: of the prefetch with the same number
     number: int
@@ -56,6 +67,15 @@ class Move(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: tuple[bytes, ...] = ()
     after: bytes = b""  # of a store: key of the page in front of the first one
     given_up: bool = False  # of a write: later batches and loads may overwrite the device pages
+    copies: tuple[BlockCopy, ...] = ()  # of a write or load: windows and states
+    stores: tuple[BlockStore, ...] = ()  # of a store
+    fetches: tuple[BlockFetch, ...] = ()  # of a prefetch
+    reached: int = 0  # of a prefetch: see `PrefetchFromStorage.reached`
+
+    def copied(self) -> list[tuple[BlockKind, Int32s, Int32s]]:
+        """Return what a write or load copies, by kind: blocks of the device, and of the host."""
+        pages: tuple[BlockKind, Int32s, Int32s] = ("page", self.device_pages, self.host_pages)
+        return [one for one in (pages, *((it.kind, it.device, it.host) for it in self.copies)) if len(one[2])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +86,14 @@ class MoveEnd:
         pages_done: the first pages of the move that have arrived.
         error: why the others have not; "" if they were not there, or were cancelled.
         failure: an error after which the content of the device is unknown, so that the engine must end.
+        blocks: windows and states that a prefetch brought.
     """
 
     number: int
     pages_done: int
     error: str = ""
     failure: BaseException | None = None
+    blocks: tuple[BlocksFound, ...] = ()
 
 
 class PageMover(Protocol):
@@ -94,8 +116,23 @@ class MoveCounts:
 
     moves: Counter[tuple[str, str]] = field(default_factory=Counter)  # ended operations, by kind and outcome
     pages: Counter[str] = field(default_factory=Counter)  # pages that moves brought, by kind
+    blocks: Counter[tuple[str, str]] = field(default_factory=Counter)  # windows and states, by kind of move and block
     host_tokens: int = 0  # prompt tokens that were loaded from host memory, those from storage included
     storage_tokens: int = 0
+
+    def add_blocks(self, command: TierCommand, answer: ObservedEvent) -> None:
+        """Count the windows and states that an ended move brought."""
+        match command, answer:
+            case PrefetchFromStorage(), PrefetchFinished(blocks=found):
+                for one in found:
+                    self.blocks["prefetch", one.kind] += len(one.indices)
+            case CopyToHost() | LoadFromHost(), HostCopyFinished(pages_done=done, error=""):
+                kind = "write" if isinstance(command, CopyToHost) else "load"
+                for copy in command.blocks if done == len(command.host_pages) else ():
+                    self.blocks[kind, copy.kind] += len(copy.host)
+            case WriteToStorage(), StorageWritten(pages_done=done, error=""):
+                for store in command.blocks if done == len(command.keys) else ():
+                    self.blocks["store", store.kind] += len(store.keys)
 
     def fold(self, step: Step) -> None:
         """Count what a Step decided."""
@@ -123,12 +160,10 @@ class CacheMoves:
         self.open = 0  # moves without an answer that the host has folded
 
     def begin(self, command: TierCommand) -> None:
-        """Begin the move of a command. Raises ContractError if this host has no tiers, or no blocks of this kind."""
+        """Begin the move of a command. Raises ContractError if this host has no tiers."""
         if self.mover is None:
             raise ContractError(f"the engine ordered {type(command).__name__}, which this host does not support")
         if not isinstance(command, CancelPrefetch):
-            if command.blocks:
-                raise ContractError("the engine ordered a move of windows or states, which this host does not support")
             self.open += 1
         self.mover.begin(move_of(command), partial(self._ended, command))
 
@@ -140,28 +175,36 @@ class CacheMoves:
         self.open -= 1
         if end.failure is not None:
             raise end.failure
-        match command:
-            case CopyToHost() | LoadFromHost():
-                return HostCopyFinished(now_us, end.number, end.pages_done, end.error, command.generation)
-            case PrefetchFromStorage():
-                return PrefetchFinished(now_us, end.number, end.pages_done, end.error, command.generation)
-            case WriteToStorage():
-                return StorageWritten(now_us, end.number, end.pages_done, end.error, command.generation)
-            case CancelPrefetch():
-                raise ContractError("a cancel has no answer")
+        answer = _answer_of(command, end, now_us)
+        self.counts.add_blocks(command, answer)
+        return answer
+
+
+def _answer_of(command: TierCommand, end: MoveEnd, now_us: int) -> ObservedEvent:
+    match command:
+        case CopyToHost() | LoadFromHost():
+            return HostCopyFinished(now_us, end.number, end.pages_done, end.error, command.generation)
+        case PrefetchFromStorage():
+            return PrefetchFinished(now_us, end.number, end.pages_done, end.error, command.generation, end.blocks)
+        case WriteToStorage():
+            return StorageWritten(now_us, end.number, end.pages_done, end.error, command.generation)
+        case CancelPrefetch():
+            raise ContractError("a cancel has no answer")
 
 
 def move_of(command: TierCommand) -> Move:
     """Return the move that a command orders."""
     match command:
         case CopyToHost(number, device_pages, host_pages, given_up):
-            return Move("write", number, device_pages, host_pages, given_up=given_up)
+            return Move("write", number, device_pages, host_pages, given_up=given_up, copies=command.blocks)
         case LoadFromHost(number, host_pages, device_pages):
-            return Move("load", number, device_pages, host_pages)
+            return Move("load", number, device_pages, host_pages, copies=command.blocks)
         case PrefetchFromStorage(number, keys, host_pages):
-            return Move("prefetch", number, host_pages=host_pages, keys=keys)
+            fetches, reached = command.blocks, command.reached
+            return Move("prefetch", number, host_pages=host_pages, keys=keys, fetches=fetches, reached=reached)
         case WriteToStorage(number, keys, host_pages):
-            return Move("store", number, host_pages=host_pages, keys=keys, after=command.after)
+            stores, after = command.blocks, command.after
+            return Move("store", number, host_pages=host_pages, keys=keys, after=after, stores=stores)
         case CancelPrefetch(number):
             return Move("cancel", number)
 

@@ -1,5 +1,7 @@
 """Storage below host memory: the bytes of KV pages by key, in a folder or in a store of an installed package.
 
+A folder keeps windows and states of hybrid models as well, each in a file of its own.
+
     DIR/ab/abcd....kv        64 bytes                               page bytes
                              | magic, length, CRC-32, key, padding | content |
 
@@ -39,7 +41,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from lockstep.core.contract.errors import ConfigError
 
@@ -96,6 +98,14 @@ class PageStore(Protocol):
         """Release what the store holds."""
 
 
+@runtime_checkable
+class SearchableStore(PageStore, Protocol):
+    """A store of contents of several sizes, which a key finds without reading them."""
+
+    def has(self, key: bytes) -> bool:
+        """Return whether there is something under a key, which may turn out to be damaged; never raises."""
+
+
 class StoreFactory(Protocol):
     """The object that an entry point names."""
 
@@ -110,14 +120,22 @@ class StoreFactory(Protocol):
         """
 
 
-def open_store(address: str, *, page_bytes: int, bytes_max: int) -> PageStore:
+def open_store(address: str, *, page_bytes: int, bytes_max: int, with_blocks: bool = False) -> PageStore:
     """Open the store of `--storage`: a folder, or SCHEME://... for a store of an installed package.
 
-    Raises: ConfigError if the folder cannot be written to, or no package or more than one has the scheme.
+    Args:
+        with_blocks: it also keeps windows or states, of other sizes than pages; only folders do.
+    Raises: ConfigError if the folder cannot be written to, no package or more than one has the scheme, or the store
+        keeps pages alone.
     """
     scheme, colon, _ = address.partition("://")
     if not colon:
         return FolderStore(Path(address), bytes_max=bytes_max)
+    if with_blocks:
+        raise ConfigError(
+            f"`storage` is {address}, but stores of packages keep pages of one size, and this model has windows or "
+            "states in pools of their own\nhint: give a folder"
+        )
     found = [*entry_points(group=GROUP, name=scheme)]
     if len(found) != 1:
         many = "no installed package has" if not found else f"{len(found)} installed packages have"
@@ -150,6 +168,10 @@ class FolderStore:
         self._silent_until_s = 0.0
         self._fronts: dict[bytes, bytes] = {}  # by key: the key of the page in front
         self._lock = threading.Lock()  # guards `_fronts`, which readers and the writer use
+
+    def has(self, key: bytes) -> bool:
+        """See `SearchableStore.has`."""
+        return os.access(self._path(key), os.R_OK)
 
     def read(self, key: bytes, into: memoryview) -> bool:
         """See `PageStore.read`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, get_args
 
 from lockstep.core.contract.config import CacheTiers, PrefetchPolicy, WritePolicy
@@ -69,11 +70,22 @@ def check_values(given: TierSizes) -> None:
             raise ConfigError(f"`{name}` must be a whole number of at least {least}, got `{value}`")
 
 
+def bytes_with_blocks(page_bytes: int, pages: int, blocks: Iterable[tuple[int, int]]) -> int:
+    """Return the bytes of a host page with its share of windows and states, of which it has as many as on the device.
+
+    Args:
+        page_bytes: of the page alone.
+        pages: of the device.
+        blocks: numbers of windows and of states on the device, and the bytes of one.
+    """
+    return page_bytes + -(-sum(count * size for count, size in blocks) // pages)
+
+
 def cache_tiers(given: TierSizes, page_bytes: int) -> CacheTiers:
     """Return the scheduler's settings for these tiers.
 
     Args:
-        page_bytes: bytes of one page on the host, on all ranks together.
+        page_bytes: bytes of one page on the host, on all ranks together, with its share of windows and states.
     Raises: ConfigError if the host cache or the storage is smaller than one page.
     """
     for name in ("host_cache_gb", "storage_gb"):

@@ -375,7 +375,11 @@ class Metrics:
         pages = CounterMetricFamily("lockstep_tier_pages", "Pages that moves brought.", labels=(*labels, "kind"))
         for kind, count in found.pages:
             pages.add_metric((*values, kind), count)
-        yield from (moves, pages)
+        text = "Windows and states of hybrid models that moves brought."
+        blocks = CounterMetricFamily("lockstep_tier_blocks", text, labels=(*labels, "kind", "block"))
+        for kind, block, count in found.blocks:
+            blocks.add_metric((*values, kind, block), count)
+        yield from (moves, pages, blocks) if found.blocks else (moves, pages)
         if found.store:
             text = "Pages of the storage: read, missed, damaged, written, known, failed, removed."
             stored = CounterMetricFamily("lockstep_storage_pages", text, labels=(*labels, "event"))

@@ -226,6 +226,7 @@ class Outbox:
             found.host_tokens,
             found.storage_tokens,
             () if store is None else tuple(asdict(store).items()),
+            tuple((kind, block, count) for (kind, block), count in sorted(found.blocks.items())),
         )
 
 

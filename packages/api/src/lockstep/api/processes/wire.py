@@ -399,6 +399,7 @@ class TierFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     host_tokens: int
     storage_tokens: int
     store: tuple[tuple[str, int], ...] = ()  # name and value of each count of the storage; empty without storage
+    blocks: tuple[tuple[str, str, int], ...] = ()  # kind of move, window or state, how many its moves brought
 
 
 class TransferFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

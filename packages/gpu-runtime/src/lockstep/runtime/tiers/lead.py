@@ -1,4 +1,7 @@
-"""The moves of a tensor-parallel group: every rank moves its part of a page, and a move ends with the last of them."""
+"""The moves of a tensor-parallel group: every rank moves its part of a page, and a move ends with the last of them.
+
+A prefetch has brought the pages that all ranks have, and windows and states if all ranks found the same ones.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lockstep.core.contract.events import BlocksFound
 from lockstep.host.cache_moves import Move, MoveEnd
 from lockstep.host.page_store import StoreCounts
 from lockstep.runtime.rank_wire import Moving
@@ -19,6 +23,7 @@ class _OpenMove:
     waiting: int  # ranks without an end
     pages: int  # moved on every rank that has ended
     error: str = ""
+    blocks: tuple[BlocksFound, ...] | None = None  # of every rank that has ended; None: none has
 
 
 class LeadMover:
@@ -54,8 +59,10 @@ class LeadMover:
             move.waiting -= 1
             move.pages = min(move.pages, end.pages_done)
             move.error = move.error or end.error
+            move.blocks = end.blocks if move.blocks in (None, end.blocks) else ()
             over = move.waiting == 0 or end.failure is not None
             if over:
                 del self._open[end.number]
         if over:
-            move.done(MoveEnd(end.number, move.pages, move.error, end.failure))
+            blocks = () if move.error else move.blocks or ()
+            move.done(MoveEnd(end.number, move.pages, move.error, end.failure, blocks))

@@ -1,8 +1,10 @@
-"""The bytes of a page: one part in each tensor that has something for every page of the pool.
+"""The bytes of a page, of a page of windows and of a slot of states: one part in each tensor that has something for it.
 
-    page p    | keys 0 | values 0 | keys 1 | ... | the drafter's KV, or the tokens of its slots | tags of the canary |
+    page p     | keys 0 | values 0 | keys 1 | ... | the drafter's KV, or the tokens of its slots | tags of the canary |
+    window w   | keys and values of the layers with sliding windows | tags |
+    state s    | convolutions and recurrences of all layers that keep states | tag |
 
-On the host a page lies in one piece, in this order. So a copy to or from storage is one read or write, and a copy over
+On the host each lies in one piece, in this order. So a copy to or from storage is one read or write, and a copy over
 a GPU's link is one transfer of a page, however many layers it has.
 """
 
@@ -15,12 +17,14 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from lockstep.host.cache_moves import BlockKind
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafting import Drafter, NgramDrafter
 from lockstep.runtime.head_drafter import HeadDrafter
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.stage_drafts import SentDrafts
+from lockstep.runtime.states.pool import StateTensors
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """Types in which bytes are copied, the widest first."""
@@ -61,7 +65,7 @@ class Part:
 
 
 class PageParts:
-    """All parts of a page.
+    """All parts of a page, or of a block of another kind.
 
     Args:
         tensors: by name; the first dimension of each is the page. Released and resumed memory keeps these tensors.
@@ -98,9 +102,37 @@ class PageParts:
             part.on_device().index_copy_(0, pages, part.of(given))
 
 
+def all_parts_of(
+    pool: KvPool, drafter: Drafter | None = None, canary: Canary | None = None
+) -> dict[BlockKind, PageParts]:
+    """Return the parts of a page, of a window and of a state of an executor's memory, as far as it has them."""
+    found: dict[BlockKind, PageParts] = {"page": parts_of(pool, drafter, canary)}
+    if pool.sliding:
+        found["window"] = window_parts_of(pool, canary)
+    if pool.states is not None:
+        found["state"] = state_parts_of(pool.states, canary)
+    return found
+
+
+def window_parts_of(pool: KvPool, canary: Canary | None = None) -> PageParts:
+    """Return the parts of a page of the layers with sliding windows, which have pages of their own."""
+    tensors = _of_pool("model", pool, windows=True)
+    if canary is not None:
+        tensors.append(("tags", canary.window_tags.view(-1, pool.page_size)))
+    return PageParts(tensors)
+
+
+def state_parts_of(states: StateTensors, canary: Canary | None = None) -> PageParts:
+    """Return the parts of a slot of states."""
+    tensors = [(f"state {part.layer} {part.kind} {part.number}", states.tensors[part.key]) for part in states.parts]
+    if canary is not None:
+        tensors.append(("tags", canary.state_tags[:, None]))
+    return PageParts(tensors)
+
+
 def parts_of(pool: KvPool, drafter: Drafter | None = None, canary: Canary | None = None) -> PageParts:
-    """Return the parts of a page of an executor's memory."""
-    tensors = [*_of_pool("model", pool)]
+    """Return the parts of a page of an executor's memory, without layers whose windows have pages of their own."""
+    tensors = _of_pool("model", pool)
     drafter = drafter.drafter if isinstance(drafter, SentDrafts) else drafter
     if isinstance(drafter, ModelDrafter):
         tensors += _of_pool("draft", drafter.attention.pool)
@@ -114,9 +146,12 @@ def parts_of(pool: KvPool, drafter: Drafter | None = None, canary: Canary | None
     return PageParts(tensors)
 
 
-def _of_pool(name: str, pool: KvPool) -> list[tuple[str, Tensor]]:
+def _of_pool(name: str, pool: KvPool, *, windows: bool = False) -> list[tuple[str, Tensor]]:
+    """Return keys and values of the layers whose windows have pages of their own, or of all others."""
     found = []
     for layer, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True)):
+        if (layer in pool.sliding) != windows:
+            continue
         found.append((f"{name} keys {layer}", keys))
         if not pool.shared:
             found.append((f"{name} values {layer}", values))

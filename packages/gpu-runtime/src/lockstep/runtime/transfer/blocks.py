@@ -21,7 +21,7 @@ from lockstep.host.handover.wire import BlockKind, BlockLayout, LayoutPart
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.drafting import Drafter
 from lockstep.runtime.kv_pool import KvPool
-from lockstep.runtime.tiers.page_parts import PageParts, parts_of
+from lockstep.runtime.tiers.page_parts import PageParts, parts_of, state_parts_of, window_parts_of
 from lockstep.runtime.transfer.transports import SLOT_BYTES
 
 OF_LAYER = re.compile(r"model (keys|values) ([0-9]+)")
@@ -60,37 +60,17 @@ def sent_blocks(
         first_layer: number in the model of the first layer of the pool.
         scales: of keys and values that are stored in fp8, by layer of the pool; None: KV is stored as it is.
     """
-    windows = dict(_of_windows(pool))
-    full = [(one.name, one.tensor) for one in parts_of(pool, drafter, canary).parts if one.name not in windows]
-    found = [_in_pages("page", full, first_layer, scales)]
-    if windows:
-        if canary is not None:
-            windows["tags"] = canary.window_tags.view(-1, pool.page_size)
-        found.append(_in_pages("window", list(windows.items()), first_layer, scales))
+
+    def in_pages(kind: BlockKind, memory: PageParts) -> Blocks:
+        return Blocks(kind, memory, parts_in(memory, first_layer, scales))
+
+    found = [in_pages("page", parts_of(pool, drafter, canary))]
+    if pool.sliding:
+        found.append(in_pages("window", window_parts_of(pool, canary)))
     if pool.states is not None:
-        states = [(f"state {layer} {kind} {number}", one) for (layer, kind, number), one in pool.states.tensors.items()]
-        if canary is not None:
-            states.append(("tags", canary.state_tags[:, None]))
+        states = [(one.name, one.tensor) for one in state_parts_of(pool.states, canary).parts]
         found += [_piece(some) for some in _pieces(states)]
     return tuple(found)
-
-
-def _of_windows(pool: KvPool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the KV of layers whose pages are those of windows."""
-    for layer in sorted(pool.sliding):
-        yield f"model keys {layer}", pool.keys[layer]
-        if not pool.shared:
-            yield f"model values {layer}", pool.values[layer]
-
-
-def _in_pages(
-    kind: BlockKind,
-    tensors: list[tuple[str, Tensor]],
-    first_layer: int,
-    scales: Sequence[tuple[float, float]] | None,
-) -> Blocks:
-    memory = PageParts(tensors)
-    return Blocks(kind, memory, parts_in(memory, first_layer, scales))
 
 
 def _pieces(states: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

@@ -45,6 +45,7 @@ from lockstep.core.contract.commands import NO_ROWS, BlockFetch, PrefetchFromSto
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BlocksEvicted, BlocksFound
+from lockstep.core.contract.hybrid_memory import HybridMemory
 from lockstep.core.kv.facts import pages_in
 from lockstep.core.kv.hybrid import Hybrid
 from lockstep.core.kv.operations import Kind, MovedBlocks, Operation
@@ -132,10 +133,8 @@ class HostBlocks:
         self.pools: dict[Kind, HostPool] = {}
         settings = config.hybrid
         assert settings is not msgspec.UNSET
-        sizes: dict[Kind, int] = {"window": settings.window_pages, "state": settings.state_slots}
-        for kind, size in sizes.items():
-            if size:
-                self.pools[kind] = HostPool(kind, -(-host_pages * size // config.pages), host_pages)
+        for kind, size in host_block_counts(settings, config.pages, host_pages).items():
+            self.pools[kind] = HostPool(kind, size, host_pages)
 
     # ---------------------------------------------------------------------------------------------------------- writes
 
@@ -399,6 +398,12 @@ class HostBlocks:
 
 
 COLUMNS = ("of", "locks", "used", "stored")  # arrays of a snapshot; the last one only with storage
+
+
+def host_block_counts(settings: HybridMemory, pages: int, host_pages: int) -> dict[Kind, int]:
+    """Return the blocks of each kind in host memory, where the device has `pages` and the host `host_pages` pages."""
+    sizes: dict[Kind, int] = {"window": settings.window_pages, "state": settings.state_slots}
+    return {kind: -(-host_pages * size // pages) for kind, size in sizes.items() if size}
 
 
 def block_key(kind: Kind, key: bytes) -> bytes:

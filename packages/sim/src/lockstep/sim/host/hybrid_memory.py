@@ -19,6 +19,7 @@ from msgspec import UNSET
 from lockstep.core.contract.commands import StartTransfer
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.tier_options import bytes_with_blocks
 from lockstep.sim.cost import GpuSpec, KvCapacity, KvDtype, ModelSpec
 from lockstep.sim.cost.capacity import UNBOUNDED_PAGES
 from lockstep.sim.cost.errors import CapacityError
@@ -201,8 +202,12 @@ def host_page_bytes(pages: int, hybrid: HybridMemory, page: PageBytes, beside: M
     The host has as many of these blocks per page as the device has for each of its `pages`.
     """
     blocks = {"window": hybrid.window_pages, "state": hybrid.state_slots}
-    in_all = [sum(blocks[kind] * one[where] for kind, one in beside.items()) for where in (0, 1)]
-    return PageBytes(*(own + -(-shared // pages) for own, shared in zip(page, in_all, strict=True)))
+    return PageBytes(
+        *(
+            bytes_with_blocks(page[where], pages, [(blocks[kind], one[where]) for kind, one in beside.items()])
+            for where in (0, 1)
+        )
+    )
 
 
 def state_copy_us(model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> float:
