@@ -3,7 +3,7 @@
 Given embeddings are contents that need no encoder: a pass uploads the rows that it computes.
 
     hold(request, contents)      from the request's arrival to its end
-    encode(digest, drop)         EncodeMedia: drop outputs, then run the model's encoder; its output is kept
+    encode(digests, drop)        EncodeMedia: drop outputs, then run the model's encoder; its output is kept
     given(plan)                  at launch: the given embeddings that a plan reads, also if their request ends meanwhile
     rows(plan)                   a pass takes embeddings of its spans from the outputs, or from those given
     take_row, offsets            models with positions of three axes: what they add to the position in the prompt
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -27,10 +27,15 @@ from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import PromptSpan, RequestId
 from lockstep.host.media.content import GIVEN, EncoderInput
+from lockstep.host.media.division import encoder_positions
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import MediaRows
+from lockstep.runtime.media_share import EncoderShare, Output
 from lockstep.runtime.overlap import StreamLane
 from lockstep.runtime.tables import ForwardPass
+
+if TYPE_CHECKING:
+    from lockstep.runtime.models.language_model import LanguageModel
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -46,7 +51,7 @@ class ContentEncoder(Protocol):
     def token_bytes(self) -> int:
         """Bytes of the output for one position."""
 
-    def encode(self, content: EncoderInput) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def encode(self, content: EncoderInput) -> Output:
         """Return embeddings [positions, hidden] for a content, and those that are added behind the first layers.
 
         Raises: ConfigError for a content that does not fit the model.
@@ -69,7 +74,8 @@ class DeviceMedia:
         self._encoder, self._lane = encoder, lane
         self.contents: dict[bytes, EncoderInput] = {}
         self._holders: dict[bytes, set[RequestId]] = {}
-        self.outputs: dict[bytes, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self.outputs: dict[bytes, Output] = {}
+        self.share: EncoderShare | None = None  # of several ranks that divide contents; None: encode all of them
         self._offsets: list[Int64s | None] = [None] * count  # [3, prompt tokens + 1], by row; the last: of all behind
 
     # ---------------------------------------------------------------------------------------------------- contents
@@ -90,26 +96,51 @@ class DeviceMedia:
             if not holders:
                 del self._holders[span.digest], self.contents[span.digest]
 
-    def encode(self, digest: bytes, drop: Iterable[bytes]) -> str:
-        """Drop outputs, then encode a content. Returns why it cannot be encoded, or "". Raises DeviceLost."""
+    def encode(self, digests: Sequence[bytes], drop: Iterable[bytes]) -> list[str]:
+        """Drop outputs, then encode contents together.
+
+        Returns: for each of them why it cannot be encoded, or "".
+        Raises: DeviceLost; RankLost if the ranks divide them differently.
+        """
         for one in drop:
             self.outputs.pop(one, None)
-        content = self.contents.get(digest)
         if self._encoder is None:
-            return "this model has no encoder"
+            return ["this model has no encoder"] * len(digests)
+        asked = list(dict.fromkeys(digests))
+        made = [self._made(one) for one in asked] if self.share is None else self._shared(asked)
+        failed = dict[bytes, str]()
+        for digest, output in zip(asked, made, strict=True):
+            if isinstance(output, str):
+                failed[digest] = output
+                log.warning("media %s cannot be encoded: %s", digest.hex()[:8], output)
+            else:
+                self.outputs[digest] = output
+        return [failed.get(digest, "") for digest in digests]
+
+    def _shared(self, digests: Sequence[bytes]) -> list[Output | str]:
+        """Encode this rank's share of contents. Returns the output of all, of other ranks' too."""
+        assert self.share is not None
+        found = [self.contents.get(digest) for digest in digests]
+        owners = self.share.owners([0 if one is None else encoder_positions(one) for one in found])
+        own = {i: self._made(digests[i]) for i, owner in enumerate(owners) if owner == self.share.rank}
+        with self._lane.stream(), torch.inference_mode():
+            return self.share.exchange(digests, owners, own)
+
+    def _made(self, digest: bytes) -> Output | str:
+        """Return the encoder's output for a content, or why it cannot be encoded. Raises DeviceLost."""
+        content = self.contents.get(digest)
         if content is None:
             return "its content is not here any more"
+        assert self._encoder is not None
         try:
             with self._lane.stream(), torch.inference_mode():
-                self.outputs[digest] = self._encoder.encode(content)
+                return self._encoder.encode(content)
         except (DeviceLost, PlanError):
             raise
         except Exception as error:  # of the model's code, for a content that its processor made
             self._lane.check()
             why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            log.warning("media %s cannot be encoded: %s", digest.hex()[:8], why)
             return why.partition("\n")[0]
-        return ""
 
     # ------------------------------------------------------------------------------------------------------ passes
 
@@ -200,3 +231,28 @@ class DeviceMedia:
             return None
         nothing = np.zeros(AXES, np.int64)
         return self._lane.upload(np.stack([nothing if one is None else one[:, -1] for one in found], 1))
+
+
+def media_of(model: LanguageModel, lane: StreamLane, rows: int) -> DeviceMedia | None:
+    """Return the media of an engine; None: its model takes neither media nor given embeddings."""
+    if model.media_encoder is None and not model.embedding_size:
+        return None
+    return DeviceMedia(model.media_encoder, lane, rows)
+
+
+def divide_contents(media: DeviceMedia | None, model: LanguageModel, lane: StreamLane, *, on: bool) -> None:
+    """Let the ranks of an engine divide contents, if there are several. Data-parallel ranks have contents of their own.
+
+    Args:
+        on: the option `encoder_data_parallel`.
+    Raises: ConfigError if it is off, and there is no encoder.
+    """
+    parallel = model.parallel
+    if media is None or model.media_encoder is None:
+        if not on:
+            raise ConfigError(
+                f"`encoder_data_parallel` is off, but {model.settings.architecture} here has no encoder of media\n"
+                "hint: leave it out"
+            )
+    elif on and parallel.ranks > 1 and parallel.shared is None:
+        media.share = EncoderShare(parallel, lane, model.settings.hidden, model.dtype)

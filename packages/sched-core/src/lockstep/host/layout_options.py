@@ -45,6 +45,8 @@ class Layout(Protocol):
     def cuda_graphs(self) -> GraphMode: ...
     @property
     def draft_model(self) -> str | None: ...
+    @property
+    def encoder_data_parallel(self) -> bool: ...
 
 
 NOT_ON_RANKS = {"draft_model": None, "swa_full_tokens_ratio": None, "pp": 1}
@@ -68,6 +70,7 @@ def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = (
         )
     if given.ray == "":
         raise ConfigError("`ray` is empty\nhint: auto, or HOST:PORT")
+    _check_encoder(given, tps or (given.tp,))
     for tp in tps or (given.tp,):
         if given.ep not in (1, tp):
             raise ConfigError(
@@ -79,6 +82,18 @@ def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = (
         raise ConfigError(
             "`moe_a2a` sends tokens to the ranks of their experts, but `ep` is 1: every rank has a part of each\n"
             "hint: --ep N with --tp N, or leave out --moe-a2a"
+        )
+
+
+def _check_encoder(given: Layout, tps: Sequence[int]) -> None:
+    """Raise ConfigError if contents of media are not divided between ranks that have none in common."""
+    if given.encoder_data_parallel:
+        return
+    if given.attention_dp > 1 or max(tps) == 1:
+        name = "attention_dp" if given.attention_dp > 1 else "tp"
+        raise ConfigError(
+            f"`encoder_data_parallel` is off, but `{name}` is {getattr(given, name)}: a rank encodes only the contents "
+            "of its own requests\nhint: leave it out"
         )
 
 
