@@ -567,7 +567,7 @@ class RuntimeHost:
                         sink.failed(ended)
                     return
                 if self.handover is not None:
-                    self.handover.arriving(event)
+                    self.handover.arriving(event, contents)
                 refused = self._refusal(event)
                 if refused is None:
                     if self._encoder is not None and contents:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -35,6 +35,7 @@ from lockstep.core.contract.samples import sample_count
 from lockstep.host.handover.kv import Fetch, KvReceiver, KvTransport
 from lockstep.host.handover.link import PeerLink, connect
 from lockstep.host.handover.wire import (
+    CONTENTS_BYTES_MAX,
     PROTOCOL,
     Accept,
     LinkError,
@@ -49,6 +50,7 @@ from lockstep.host.handover.wire import (
     Stop,
     read_from_prefill,
 )
+from lockstep.host.media.content import EncoderInput
 
 if TYPE_CHECKING:
     from lockstep.host.batches import BatchResult
@@ -71,6 +73,7 @@ class _ReceivingRoom:
     ending: PromptDone | None = None
     stopping: bool = False  # it has failed; a copy may still be under way
     sent: bool = False  # whether Prefill was sent
+    contents: tuple[EncoderInput, ...] = ()  # of its request's media, until Prefill is sent
 
 
 @dataclass(eq=False, slots=True)
@@ -141,8 +144,8 @@ class DecodeSide:
 
     # --------------------------------------------------------------------------------------- for the host's thread
 
-    def arriving(self, event: RequestArrived) -> None:
-        """Make the rooms of a request."""
+    def arriving(self, event: RequestArrived, contents: Sequence[EncoderInput] = ()) -> None:
+        """Make the rooms of a request, which keep the contents of its media until they are sent."""
         first = event.transfer_room
         if first is None:
             return
@@ -154,7 +157,7 @@ class DecodeSide:
             if event.session:
                 self._turns[event.request_id] = event
             for number in range(sample_count(event)):
-                room = _ReceivingRoom(first + number, event.request_id + number, peer)
+                room = _ReceivingRoom(first + number, event.request_id + number, peer, contents=tuple(contents))
                 self._rooms[room.number] = self._of_request[room.request_id] = peer.rooms[room.number] = room
 
     def arrived(self, event: RequestArrived, requests: list[RequestId]) -> None:
@@ -192,6 +195,7 @@ class DecodeSide:
         return msgspec.structs.replace(
             turn,
             prompt=TokenIds(prompt),
+            spans=() if request.extras is None else request.extras.spans,
             session="",
             session_start=None,
             session_after="",
@@ -201,10 +205,18 @@ class DecodeSide:
 
     def _send(self, event: RequestArrived, rooms: list[_ReceivingRoom]) -> None:
         """Send a request to its prefill engine, with what the core has ordered for it so far."""
-        peer = rooms[0].peer
-        peer.link.send(Prefill(for_prefill(event)))
+        peer, contents = rooms[0].peer, rooms[0].contents
+        size = sum(one.size for one in contents)
+        if size <= CONTENTS_BYTES_MAX:
+            peer.link.send(Prefill(for_prefill(event), contents))
         for room in rooms:
-            room.sent = True
+            room.sent, room.contents = True, ()
+        if size > CONTENTS_BYTES_MAX:
+            log.warning("r%d is not sent to %s: its media have %d bytes", rooms[0].request_id, peer.name, size)
+            for room in rooms:
+                self._stop(room)
+            return
+        for room in rooms:
             if room.receive is not None:
                 peer.link.send(_accept(room))
             self._conclude(room)
