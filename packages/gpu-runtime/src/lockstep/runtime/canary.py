@@ -87,9 +87,7 @@ class Canary:
         self.window_tags.fill_(EMPTY)
         self.state_tags.fill_(EMPTY)
 
-    def take_row(
-        self, row: int, namespace: str, tokens: NDArray[np.int32], spans: Sequence[PromptSpan] = ()
-    ) -> None:
+    def take_row(self, row: int, namespace: str, tokens: NDArray[np.int32], spans: Sequence[PromptSpan] = ()) -> None:
         """Store the expected tags of a row's new request, as far as its tokens are known.
 
         Args:
