@@ -14,6 +14,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived, TokenIds
 from lockstep.host.handover import wire
 from lockstep.host.handover.link import Listener, PeerLink, connect, parsed
+from lockstep.host.media.content import content_of
 
 WAIT_S = 20.0
 LAYOUT = wire.PageLayout("qwen3", 16, 65536, 2, 4, (wire.LayoutPart("keys 0", "torch.float32", 0, 4096, 2),))
@@ -23,6 +24,7 @@ RESULTS = wire.PromptResults(-0.5, b"\1\0\0\0", b"\0\0\0\0", {1: -2.0}, {1: {7: 
 FROM_DECODE: list[wire.FromDecode] = [
     wire.PeerHello(wire.PROTOCOL, 2, LAYOUT),
     wire.Prefill(REQUEST),
+    wire.Prefill(REQUEST, (content_of([7, 7], {"pixel_values": [[0.5], [1.5]], "image_grid_thw": [[1, 1, 2]]}),)),
     wire.Accept(9, 32, 1),
     wire.PagesRead(3),
     wire.Outcome(9, "done"),

@@ -27,6 +27,7 @@ TOGETHER: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"pp": 2}, {"two_batch_overlap": False}),
     ({"tp": 2, "ep": 2, "moe_a2a": True}, {}),
     ({"tp": 2, "encoder_data_parallel": False}, {}),
+    ({"encoder_data_parallel": False}, {"role": "decode"}),
     (MOVING, {}),
     (MOVING, {"expert_load_interval": 4}),
     ({**MOVING, "redundant_experts": 4, "eplb_interval": 1, "eplb_imbalance_min": 1.5}, {}),

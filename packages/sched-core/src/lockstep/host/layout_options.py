@@ -70,7 +70,8 @@ def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = (
         )
     if given.ray == "":
         raise ConfigError("`ray` is empty\nhint: auto, or HOST:PORT")
-    _check_encoder(given, tps or (given.tp,))
+    if sched.get("role", "mixed") == "mixed":  # the other engines of a server may have several ranks
+        _check_encoder(given, tps or (given.tp,))
     for tp in tps or (given.tp,):
         if given.ep not in (1, tp):
             raise ConfigError(
