@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import pytest
@@ -12,12 +17,15 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("transformers", reason="the models run by transformers' code")
 pytest.importorskip("PIL", reason="images are decoded by Pillow")
+pytest.importorskip("fastapi", reason="the server is not installed")
+httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from lockstep.core.contract.commands import EncodeMedia  # noqa: E402
 from lockstep.core.contract.events import MediaEncoded, Pause, Resume  # noqa: E402
 from lockstep.host.handover import decode as decode_side  # noqa: E402
 from lockstep.host.handover.decode import DecodeSide  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
+from tests.support.live_server import LiveServer, metric, serving, until  # noqa: E402
 from tests.support.model_engines import engines  # noqa: E402
 from tests.support.pictures import conversations, save_family  # noqa: E402
 
@@ -199,3 +207,39 @@ def test_given_embeddings_go_to_the_prefill_engine(tmp_path: Path) -> None:
         assert [one.token_ids for one in answers] == expected
         assert counts(second) == (3, 0)
         assert first.stats().engine.counts is not None
+
+
+def said(server: LiveServer) -> list[str]:
+    """The texts of answers to all conversations, sent at the same time."""
+
+    def ask(messages: list[dict[str, Any]]) -> str:
+        body = {"messages": messages, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        answer = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=240.0)
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["choices"][0]["message"]["content"]
+        return text
+
+    with ThreadPoolExecutor(len(ASKED)) as pool:
+        return list(pool.map(ask, [messages for messages, _, _ in ASKED]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_answers_continue_when_an_engine_of_a_server_is_killed(
+    saved: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    """The next decode engine gets the contents of open requests again, and encodes what it computes."""
+    folder, _ = saved
+    with LLM(folder, **PLAIN) as llm:
+        given = Params(max_new_tokens=60, ignore_eos=True)
+        right = [one.text for one in llm.chat([messages for messages, _, _ in ASKED], given)]
+    options = ("--model", str(folder), "--device", "cpu", "--set=page_size=4", "--set=chunked_prefill_size=32")
+    roles = ("--prefill-engines", "1", "--decode-engines", "1", "--restarts", "20")
+    with serving(tmp_path / "log", *options, *roles) as server:
+        assert said(server) == right
+        assert metric(server, "lockstep_transfers_total") == len(ASKED)
+        for number, name in enumerate(("engine 1", "engine 0")):
+            killer = threading.Timer(0.1 + 0.2 * number, lambda name=name: os.kill(server.children()[name], SIGKILL))
+            killer.start()
+            assert said(server) == right
+            killer.join()
+            until(lambda name=name: name in server.children(), 60)

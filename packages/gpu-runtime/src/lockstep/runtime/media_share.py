@@ -46,6 +46,7 @@ FAILED = -1
 Bytes = NDArray[np.uint8]
 
 
+# mechanism: encoder-division (executed)
 class EncoderShare:
     """This rank's part in encoding: division, and exchange of outputs. Every rank makes the same calls in one order.
 

@@ -20,6 +20,7 @@ FRAMES_PER_POSITION = 2  # of a spectrum: the second convolution of Whisper's en
 PATCH_PIXELS = 14 * 14  # of encoders of tiles of one size, where only the number of tiles differs
 
 
+# mechanism: encoder-division (decided)
 def divided(costs: Sequence[int], ranks: int) -> list[int]:
     """Return the rank that encodes each content, by the costs of contents that are encoded together."""
     owners, loads = [0] * len(costs), [0] * ranks

@@ -280,6 +280,7 @@ class EncoderCost:
         self.constants[name] = achieved(self.gpu, name)
         return self.constants[name].value
 
+    # mechanism: encoder-division (simulated)
     def group_us(self, contents: Sequence[MediaContent]) -> float:
         """Return the time of contents that start together on all GPUs; in mode `data` one GPU encodes each content."""
         if not contents:
