@@ -17,14 +17,12 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime import LLM, Params, triton_trial  # noqa: E402
 from lockstep.runtime.expert_moves import RankExpertMover  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
-from lockstep.runtime.media_share import EncoderShare  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
 from tests.support.fake_cuda import FakeCuda  # noqa: E402
 from tests.support.fake_nccl import nccl_by_gloo  # noqa: E402
 from tests.support.fake_nixl import nixl_in_process  # noqa: E402
 from tests.support.flashinfer_wrappers import flashinfer_alone  # noqa: E402
 from tests.support.model_engines import DENSE, EXPERTS, HALVES, engines, ranks_of  # noqa: E402
-from tests.support.pictures import conversations, save_family  # noqa: E402
 from tests.support.small_llm import write_weights  # noqa: E402
 from tests.support.thread_ranks import ranks_as_threads  # noqa: E402
 
@@ -195,38 +193,3 @@ def test_experts_move_between_gpus(gpu: FakeCuda, folders: dict[str, Path], monk
     assert [(len(one.token_ids), one.error) for one in answers] == [(9, "")] * 3
     assert set(moved) == {"cuda:0", "cuda:1"}
     assert served == set()
-
-
-def test_ranks_divide_pictures(gpu: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and features for deeper layers go over NCCL. Each rank waits for the notes of all, in one place."""
-    save_family(tmp_path, "Qwen3-VL MoE")
-    asked = [messages for messages, numbers, _ in conversations(8, 3) if len(set(numbers)) > 1]
-    exchange, made = EncoderShare.exchange, list[tuple[int, int, Any]]()
-
-    def watched(share: EncoderShare, digests: Any, owners: Any, own: Any) -> Any:
-        found = exchange(share, digests, owners, own)
-        made.append((share.rank, len(own), dict(zip(digests, found, strict=True))))
-        return found
-
-    monkeypatch.setattr(EncoderShare, "exchange", watched)
-    sizes = {**GPU, "dtype": "float32", "context_tokens_max": 512, "cuda_graph_max_batch": None, "cuda_graphs": "off"}
-    with LLM(tmp_path, tp=2, **sizes) as llm:
-        prompts = [llm.chat_prompt(one) for one in asked]
-        started = len(gpu.waits)
-        answers = llm.chat(asked, FIVE)
-        served = waits_since(gpu, started)
-        by_rank: list[dict[bytes, list[Any]]] = [{}, {}]
-        for rank, _, found in made:
-            by_rank[rank] |= {key: [part.cpu() for part in (one[0], *one[1])] for key, one in found.items()}
-    assert [(len(one.token_ids), one.error) for one in answers] == [(5, "")] * len(asked)
-    assert served == {"from_transformers/media_encoder.py", "media_share.py"}
-    assert {rank for rank, own, _ in made if own} == {0, 1}
-    with LLM(tmp_path, device="cpu", dtype="float32") as plain, torch.inference_mode():
-        assert plain.model.media_encoder is not None
-        contents = {one.digest: one for prompt in prompts if not isinstance(prompt, list) for one in prompt.contents}
-        for digest, content in contents.items():
-            first, deeper = plain.model.media_encoder.encode(content)
-            for found in by_rank:
-                assert len(found[digest]) == 1 + len(deeper) > 1
-                for ours, theirs in zip(found[digest], (first, *deeper), strict=True):
-                    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
