@@ -79,7 +79,7 @@ def test_messages_arrive_in_order_and_an_end_is_noticed_on_both_sides(address: s
     ends = Ends(address)
     for message in FROM_DECODE * 20:
         ends.ours.send(message)
-    assert [ends.got.get(timeout=WAIT_S) for _ in range(100)] == FROM_DECODE * 20
+    assert [ends.got.get(timeout=WAIT_S) for _ in range(20 * len(FROM_DECODE))] == FROM_DECODE * 20
     ends.accepted.get(timeout=WAIT_S).close()
     assert [ends.lost.get(timeout=WAIT_S) for _ in range(2)]
     ends.ours.send(FROM_DECODE[0])  # dropped

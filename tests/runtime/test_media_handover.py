@@ -1,4 +1,4 @@
-"""Prompts with pictures between prefill and decode engines: tokens of one plain engine, whoever encodes."""
+"""Prompts with pictures between prefill and decode engines: tokens of one plain engine."""
 
 from __future__ import annotations
 

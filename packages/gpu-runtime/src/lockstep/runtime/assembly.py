@@ -53,7 +53,7 @@ from lockstep.runtime.graphs import (
 from lockstep.runtime.head_drafter import HeadDrafter
 from lockstep.runtime.kv_pool import KvPool, LatentPool
 from lockstep.runtime.lora.slots import run_once
-from lockstep.runtime.media import divide_contents, media_of
+from lockstep.runtime.media_ranks import divide_contents, media_of
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.memory_saver import MemorySaver, placed
 from lockstep.runtime.models import LanguageModel, Parallel, build_model, stored_dtype

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,9 +33,6 @@ from lockstep.runtime.forward import MediaRows
 from lockstep.runtime.media_share import EncoderShare, Output
 from lockstep.runtime.overlap import StreamLane
 from lockstep.runtime.tables import ForwardPass
-
-if TYPE_CHECKING:
-    from lockstep.runtime.models.language_model import LanguageModel
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -231,28 +228,3 @@ class DeviceMedia:
             return None
         nothing = np.zeros(AXES, np.int64)
         return self._lane.upload(np.stack([nothing if one is None else one[:, -1] for one in found], 1))
-
-
-def media_of(model: LanguageModel, lane: StreamLane, rows: int) -> DeviceMedia | None:
-    """Return the media of an engine; None: its model takes neither media nor given embeddings."""
-    if model.media_encoder is None and not model.embedding_size:
-        return None
-    return DeviceMedia(model.media_encoder, lane, rows)
-
-
-def divide_contents(media: DeviceMedia | None, model: LanguageModel, lane: StreamLane, *, on: bool) -> None:
-    """Let the ranks of an engine divide contents, if there are several. Data-parallel ranks have contents of their own.
-
-    Args:
-        on: the option `encoder_data_parallel`.
-    Raises: ConfigError if it is off, and there is no encoder.
-    """
-    parallel = model.parallel
-    if media is None or model.media_encoder is None:
-        if not on:
-            raise ConfigError(
-                f"`encoder_data_parallel` is off, but {model.settings.architecture} here has no encoder of media\n"
-                "hint: leave it out"
-            )
-    elif on and parallel.ranks > 1 and parallel.shared is None:
-        media.share = EncoderShare(parallel, lane, model.settings.hidden, model.dtype)

@@ -19,9 +19,9 @@ another rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from torch import Tensor
 from lockstep.host.media.division import divided
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.overlap import StreamLane
-
-if TYPE_CHECKING:
-    from lockstep.runtime.models.layers import Parallel
 
 Output: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
 """Embeddings [positions, hidden] of a content, and those that are added behind the first layers."""
@@ -46,6 +43,19 @@ FAILED = -1
 Bytes = NDArray[np.uint8]
 
 
+class EncoderRanks(Protocol):
+    """This rank of the group that has one encoder each; `models.layers.Parallel`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def all_gather(self) -> Callable[[Tensor], Tensor]: ...
+    @property
+    def broadcast(self) -> Callable[[Tensor, int], Tensor] | None: ...
+
+
 # mechanism: encoder-division (executed)
 class EncoderShare:
     """This rank's part in encoding: division, and exchange of outputs. Every rank makes the same calls in one order.
@@ -54,7 +64,7 @@ class EncoderShare:
         hidden: numbers of the embedding of a position.
     """
 
-    def __init__(self, parallel: Parallel, lane: StreamLane, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(self, parallel: EncoderRanks, lane: StreamLane, hidden: int, dtype: torch.dtype) -> None:
         assert parallel.broadcast is not None
         self.rank, self.ranks = parallel.rank, parallel.ranks
         self._join, self._broadcast = parallel.all_gather, parallel.broadcast
