@@ -11,6 +11,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from benchmarks.gpu_check.decode import release
 from benchmarks.gpu_check.section import Section
 
@@ -50,6 +52,11 @@ def run(section: Section) -> None:
             section.needs(10 if section.gpu else 0)
             pictures(section, name)
         release(section)
+    if section.gpu and torch.cuda.device_count() > 1:
+        with section.trying("pictures divided over two ranks"):
+            section.needs(15)
+            pictures(section, "Qwen3-VL MoE", tp=2)
+        release(section)
     for what, package, compared in (("sound", "soundfile", sounds), ("video", "av", videos)):
         if find_spec(package) is None:
             section.skip(what, f"{package} is not installed")
@@ -72,7 +79,7 @@ def text(section: Section, name: str, **options: Any) -> None:
     compare(section, name, expected, lambda: serve(folder, device=str(section.device), **options))
 
 
-def pictures(section: Section, name: str) -> None:
+def pictures(section: Section, name: str, **options: Any) -> None:
     """Compare the answers of one family to prompts with pictures."""
     from tests.support.architectures import REQUESTS
     from tests.support.pictures import FAMILIES, conversations, greedy_pictures, save_family, serve_pictures
@@ -82,7 +89,7 @@ def pictures(section: Section, name: str) -> None:
     model, processor = save_family(folder, name)
     asked = conversations(REQUESTS, FAMILIES[name].pictures_max)
     expected = greedy_pictures(folder, model, processor, asked)
-    compare(section, name, expected, lambda: serve_pictures(folder, asked, device=str(section.device)))
+    compare(section, name, expected, lambda: serve_pictures(folder, asked, device=str(section.device), **options))
 
 
 def sounds(section: Section) -> None:

@@ -1,5 +1,6 @@
-"""Sums and joins of a tensor-parallel group, eagerly and in a CUDA graph, as far as one GPU can show: a group of one.
-Likewise a trainer's group for new weights.
+"""Sums, joins and broadcasts of a tensor-parallel group, as far as one GPU can show: a group of one.
+
+Sums and joins also in a CUDA graph. Likewise a trainer's group for new weights.
 
 It goes through the same calls of NCCL as a group of several, so that a torch in which they changed is found here. Where
 there are two GPUs, `engine` runs the demo model on both.
@@ -32,10 +33,11 @@ def run(section: Section) -> None:
         group = Collectives(str(Path(folder) / "store"), 0, 1, device, TIMEOUT_S)
         given = torch.arange(24, dtype=torch.float32, device=device).view(4, 6)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            with section.trying(f"sum and join, {dtype}"), torch.inference_mode():
+            with section.trying(f"sum, join and broadcast, {dtype}"), torch.inference_mode():
                 some = given.to(dtype)
                 same(section, f"sum, {dtype}", group.all_reduce(some.clone()), some)
                 same(section, f"join, {dtype}", group.all_gather(some), some)
+                same(section, f"broadcast, {dtype}", group.broadcast(some.clone(), 0), some)
         if not section.gpu:
             section.skip("graph", "it is what a GPU has")
         else:

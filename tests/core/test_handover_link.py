@@ -15,6 +15,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived, TokenIds
 from lockstep.host.handover import wire
 from lockstep.host.handover.link import Listener, PeerLink, connect, parsed
+from lockstep.host.media.content import content_of
 
 WAIT_S = 20.0
 LAYOUT = wire.PageLayout("qwen3", 16, 65536, 2, 4, (wire.LayoutPart("keys 0", "torch.float32", 0, 4096, 2),))
@@ -25,6 +26,7 @@ RESULTS = wire.PromptResults(-0.5, b"\1\0\0\0", b"\0\0\0\0", {1: -2.0}, {1: {7: 
 FROM_DECODE: list[wire.FromDecode] = [
     wire.PeerHello(wire.PROTOCOL, 2, msgspec.structs.replace(LAYOUT, beside=(BLOCK,), window_tokens=128)),
     wire.Prefill(REQUEST),
+    wire.Prefill(REQUEST, (content_of([7, 7], {"pixel_values": [[0.5], [1.5]], "image_grid_thw": [[1, 1, 2]]}),)),
     wire.Accept(9, 32, 1),
     wire.PagesRead(3),
     wire.Outcome(9, "done"),
@@ -79,7 +81,7 @@ def test_messages_arrive_in_order_and_an_end_is_noticed_on_both_sides(address: s
     ends = Ends(address)
     for message in FROM_DECODE * 20:
         ends.ours.send(message)
-    assert [ends.got.get(timeout=WAIT_S) for _ in range(100)] == FROM_DECODE * 20
+    assert [ends.got.get(timeout=WAIT_S) for _ in range(20 * len(FROM_DECODE))] == FROM_DECODE * 20
     ends.accepted.get(timeout=WAIT_S).close()
     assert [ends.lost.get(timeout=WAIT_S) for _ in range(2)]
     ends.ours.send(FROM_DECODE[0])  # dropped

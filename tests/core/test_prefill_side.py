@@ -33,6 +33,7 @@ from lockstep.host.handover.wire import (
     Stop,
     encode,
 )
+from lockstep.host.media.content import EncoderInput, content_of
 
 LAYOUT = PageLayout("small", 2, 16)
 WITH_POOLS = PageLayout("small", 2, 16, beside=(BlockLayout("window", 16), *(BlockLayout("state", 16),) * 2))
@@ -66,6 +67,7 @@ class PrefillBench:
         self.cancelled: list[int] = []
         self.over: list[int] = []
         self.submitted = 0
+        self.contents: list[tuple[EncoderInput, ...]] = []  # of media, by request
         kv = SimpleNamespace(layout=layout, sender=self._sender)
         self.side = PrefillSide(cast(Any, kv))
         host = SimpleNamespace(
@@ -81,8 +83,9 @@ class PrefillBench:
         self.senders.append(NotedSender())
         return self.senders[-1]
 
-    def _submit(self, event: RequestArrived, *sinks: Any) -> int:
+    def _submit(self, event: RequestArrived, *sinks: Any, contents: tuple[EncoderInput, ...]) -> int:
         self.submitted += 1
+        self.contents.append(contents)
         return self.submitted - 1
 
     def link(self, number: int) -> Any:
@@ -97,11 +100,11 @@ class PrefillBench:
     def hear(self, link: Any, message: LinkMessage) -> None:
         self.side._received(link, encode(message))
 
-    def prefill(self, link: Any, room: int) -> None:
+    def prefill(self, link: Any, room: int, contents: tuple[EncoderInput, ...] = ()) -> None:
         """A request with six prompt tokens arrives over a link."""
         prompt = TokenIds(bytes(4 * 6))
         event = RequestArrived(0, request_id=-1, prompt=prompt, max_new_tokens=1, transfer_room=room)
-        self.hear(link, Prefill(event))
+        self.hear(link, Prefill(event, contents))
 
     def start(
         self,
@@ -160,6 +163,15 @@ def test_windows_and_the_state_follow_the_pages_of_their_part() -> None:
         bench.hear(link, PagesRead(slot))
     assert sent == [([11], 0, 1), ([4], 1, 1), ([12], 0, 2), ([3], 1, 2), ([7], 2, 0), ([7], 3, 0)]
     assert isinstance(link.sent[-1], PromptDone)
+
+
+def test_contents_of_media_go_to_the_host_with_their_request() -> None:
+    bench = PrefillBench()
+    link = bench.link(1)
+    picture = content_of([7, 7], {"pixel_values": np.ones((4, 3)), "image_grid_thw": [[1, 2, 2]]})
+    bench.prefill(link, 5, (picture,))
+    bench.prefill(link, 6)
+    assert bench.contents == [(picture,), ()]
 
 
 def test_parts_go_through_slots_in_order_and_the_first_token_behind_them() -> None:

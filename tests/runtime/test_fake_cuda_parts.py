@@ -24,6 +24,7 @@ from lockstep.runtime import memory_saver, triton_trial  # noqa: E402
 from lockstep.runtime.assembly import choose_device, current, device_name  # noqa: E402
 from lockstep.runtime.collectives import CollectiveFailed, Collectives  # noqa: E402
 from lockstep.runtime.errors import DeviceLost  # noqa: E402
+from lockstep.runtime.media_share import EncoderShare  # noqa: E402
 from lockstep.runtime.memory import explained, free_bytes_of, size_pool  # noqa: E402
 from lockstep.runtime.models.stage import StageLayers  # noqa: E402
 from lockstep.runtime.overlap import CudaLane  # noqa: E402
@@ -380,6 +381,34 @@ def test_ranks_sum_join_and_exchange_over_nccl(gpu: FakeCuda, tmp_path: Path) ->
     assert first[5] == [[10, 11, 12]]
 
 
+def test_outputs_of_encoders_go_over_nccl(gpu: FakeCuda, tmp_path: Path) -> None:
+    """Each from its rank, with features for deeper layers; and why one has failed."""
+    owners = [0, 1, 1, 0]
+
+    def output(number: int) -> tuple[Any, tuple[Any, ...]]:
+        first = torch.full((number + 2, 3), float(number), device=DEVICE)
+        return first, ((first + 10,) if number % 2 else ())
+
+    def run(rank: int) -> object:
+        group = Collectives(str(tmp_path / "store"), rank, 2, DEVICE, 30.0)
+        share = EncoderShare(group.parallel(), CudaLane(DEVICE, lambda: 0), 3, torch.float32)
+        own: dict[int, Any] = {i: output(i) for i, owner in enumerate(owners) if owner == rank}
+        if rank == 1:
+            own[2] = "no such picture"
+        found = share.exchange([bytes([number]) * 32 for number in range(4)], owners, own)
+        group.close()
+        return [one if isinstance(one, str) else [part.cpu().tolist() for part in (one[0], *one[1])] for one in found]
+
+    with nccl_by_gloo(gpu):
+        first, second = on_two_ranks(run)
+    assert isinstance(first, list)
+    assert first == second
+    assert first[0] == [[[0.0] * 3] * 2]
+    assert first[1] == [[[1.0] * 3] * 3, [[11.0] * 3] * 3]
+    assert first[2] == "no such picture"
+    assert first[3] == [[[3.0] * 3] * 5, [[13.0] * 3] * 5]
+
+
 def test_the_halves_of_a_batch_put_collectives_beside_each_other(gpu: FakeCuda, tmp_path: Path) -> None:
     """While halves take turns a collective runs on a stream of the group, and its result is waited for there."""
 
@@ -393,7 +422,7 @@ def test_the_halves_of_a_batch_put_collectives_beside_each_other(gpu: FakeCuda, 
         return seen
 
     with nccl_by_gloo(gpu):
-        assert on_two_ranks(run) == [[[False] * 3, [True] * 3, [False] * 3]] * 2
+        assert on_two_ranks(run) == [[[False] * 4, [True] * 4, [False] * 4]] * 2
 
 
 def test_an_aborted_group_releases_its_rank_with_one_sentence(gpu: FakeCuda, tmp_path: Path) -> None:

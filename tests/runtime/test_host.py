@@ -30,7 +30,9 @@ from lockstep.core.contract.events import (  # noqa: E402
     Grammar,
     HostTimeClamped,
     LoadAdapterControl,
+    MediaEncoded,
     Pause,
+    PromptSpan,
     ReleaseMemory,
     RequestArrived,
     RequestFinished,
@@ -610,6 +612,55 @@ def test_a_host_is_not_idle_while_the_device_is_changed() -> None:
     assert loads == [(1, "/models/a")]
     assert answered.result(0).ok
     assert (runtime.host.weights.version, runtime.host.weights.source) == (1, "/models/a")
+
+
+class NotingEncoder:
+    """Encodes nothing, and notes the groups of contents that it is given, among what a loader of weights does."""
+
+    def __init__(self) -> None:
+        self.noted: list[Any] = []
+
+    def hold(self, request_id: int, contents: Any) -> None:
+        """Keep nothing."""
+
+    def release(self, request_id: int, spans: Any) -> None:
+        """Forget nothing."""
+
+    def encode(self, digests: Sequence[bytes], drop: Sequence[bytes]) -> list[str]:
+        self.noted.append((list(digests), list(drop)))
+        return [f"planted {digest[0]}" for digest in digests]
+
+    def load_weights(self, version: int, source: str) -> None:
+        self.noted.append(version)
+
+
+def pictured(*numbers: int) -> dict[str, Any]:
+    """A request with pictures of two tokens each."""
+    return {"spans": tuple(PromptSpan(2 * i, 2 * i + 2, "image", bytes([n] * 32), 2) for i, n in enumerate(numbers))}
+
+
+def test_contents_of_requests_that_come_together_are_one_group() -> None:
+    """Also those of several steps of the engine, so that ranks can divide them; each order has an answer of its own."""
+    noting = NotingEncoder()
+    runtime = SmallRuntime(device=DeviceServices(encoder=noting))
+    answers = [runtime.submit([1] * 6, 2, **pictured(*numbers)) for numbers in ((1, 2), (3,), (2, 4))]
+    text = runtime.submit([1, 2, 3], 2)
+    runtime.run()
+    assert noting.noted == [([bytes([n] * 32) for n in (1, 2, 3, 4)], [])]
+    assert [one.reason for one in answers] == ["media"] * 3
+    assert text.tokens == alone([1, 2, 3], 2)
+    answered = [event.error for event, _ in runtime.steps if isinstance(event, MediaEncoded)]
+    assert answered == [f"planted {n}" for n in (1, 2, 3, 4)]
+
+
+def test_contents_are_encoded_before_a_later_change_of_weights() -> None:
+    noting = NotingEncoder()
+    runtime = SmallRuntime(device=DeviceServices(encoder=noting, weight_loader=cast(Any, noting)))
+    runtime.submit([1] * 6, 2, **pictured(1))
+    answered = runtime.host.ask(UpdateWeights(1, "/models/a"))
+    runtime.run()
+    assert answered.result(0).ok
+    assert noting.noted[:2] == [([bytes([1] * 32)], []), 1]
 
 
 def test_an_order_that_no_engine_gives_yet_ends_the_host_with_its_name() -> None:

@@ -18,6 +18,8 @@ from lockstep.core.contract.events import MediaEncoded  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.media.conversation import with_media  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.runtime.from_transformers.media_encoder import LibraryEncoder  # noqa: E402
+from lockstep.runtime.media_share import EncoderShare  # noqa: E402
 from lockstep.runtime.models import read_settings  # noqa: E402
 from tests.support.architectures import REQUESTS  # noqa: E402
 from tests.support.pictures import (  # noqa: E402
@@ -29,6 +31,7 @@ from tests.support.pictures import (  # noqa: E402
     save_family,
     serve_pictures,
 )
+from tests.support.thread_ranks import ranks_as_threads  # noqa: E402
 
 SOME = ("Qwen2.5-VL", "Qwen3-VL", "LLaVA-1.5", "Idefics 3")
 """Three axes of positions, features behind the first layers, one tile, several tiles with tokens between them."""
@@ -71,14 +74,65 @@ def test_little_room_and_a_budget_change_no_token(saved: Any) -> None:
     assert served.encoded > 4  # pictures were dropped and encoded again
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen3.5 MoE with pictures"])
-def test_two_ranks_answer_as_one(name: str, saved: Any) -> None:
-    """Each rank has the whole encoder and a part of the decoder."""
+RANKS: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen2.5-VL", {}),
+    ("Qwen2.5-VL", {"encoder_data_parallel": False}),
+    ("Qwen3-VL MoE", {}),
+    ("Qwen3.5 MoE with pictures", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), RANKS, ids=[f"{name} {[*more]}" for name, more in RANKS])
+def test_two_ranks_answer_as_one(
+    name: str, options: dict[str, Any], saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has a part of the decoder, and the whole encoder; contents that come together are divided."""
     folder, asked, answers = saved(name)
-    some = slice(0, 6)
-    served = serve_pictures(folder, asked[some], tp=2, overlap_depth=1)
-    assert served.answers == answers[some]
-    assert served.encoded == len({number for _, numbers, _ in asked[some] for number in numbers})
+    shared: list[tuple[int, int]] = []  # contents that rank 0 encoded, of how many
+    exchange = EncoderShare.exchange
+
+    def watched(share: EncoderShare, digests: Any, owners: Any, own: Any) -> Any:
+        shared.append((len(own), len(digests)))
+        return exchange(share, digests, owners, own)
+
+    monkeypatch.setattr(EncoderShare, "exchange", watched)
+    some = (15, 2, 3, 1, 0)  # the first has three pictures, so that there is a group of at least three
+    served = serve_pictures(folder, [asked[number] for number in some], tp=2, overlap_depth=1, **options)
+    assert served.answers == [answers[number] for number in some]
+    assert served.encoded == len({number for one in some for number in asked[one][1]}) == 4
+    if options:
+        assert not shared
+    else:
+        assert sum(of for _, of in shared) == served.encoded
+        assert 0 < sum(own for own, _ in shared) < served.encoded
+
+
+def test_contents_are_divided_or_not_by_an_option_that_needs_an_encoder() -> None:
+    with pytest.raises(ConfigError, match=r"`encoder_data_parallel` is off, but Qwen3ForCausalLM here has no encoder"):
+        LLM(tp=2, device="cpu", encoder_data_parallel=False)
+
+
+def test_a_picture_that_a_worker_cannot_encode_ends_its_request_on_all_ranks(saved: Any, tmp_path: Path) -> None:
+    """Rank 0 could encode it."""
+    folder, asked, answers = saved("Qwen2.5-VL")
+    assert len(set(asked[3][1])) == 2, "one picture for each rank"
+    with ranks_as_threads(), LLM(folder, tp=2, device="cpu", debug=True) as llm:
+        encode, failing = LibraryEncoder.encode, set[bytes]()
+
+        def encode_or_fail(encoder: LibraryEncoder, content: Any) -> Any:
+            if encoder is not llm.model.media_encoder:
+                failing.add(content.digest)
+                raise ZeroDivisionError("planted")
+            return encode(encoder, content)
+
+        with pytest.MonkeyPatch.context() as planted:
+            planted.setattr(LibraryEncoder, "encode", encode_or_fail)
+            failed = llm.chat(asked[3][0], Params(max_new_tokens=4))[0]
+        assert failed.finish_reason == "media"
+        assert "ZeroDivisionError: planted" in failed.error
+        assert failing
+        again = llm.chat(asked[3][0], Params(max_new_tokens=asked[3][2], ignore_eos=True))[0]
+    assert again.token_ids == answers[3]
 
 
 def test_drafts_do_not_change_tokens(saved: Any) -> None:

@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from lockstep.core.contract.commands import EncodeMedia
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.reader import read_journal
+from lockstep.host.media.content import content_of
+from lockstep.host.media.division import divided, encoder_positions
 from lockstep.sim.catalogue import load_encoders, load_gpu
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
@@ -136,6 +138,21 @@ def test_whole_on_each_gpu_several_images_are_encoded_side_by_side() -> None:
     assert alone < whole.group_us([image] * 4) < 1.1 * alone, "what is added is the all-gather"
     assert whole.weights_bytes() == found.weights_bytes
     assert split.weights_bytes() == math.ceil(found.weights_bytes / 4)
+
+
+def test_contents_are_divided_as_the_ranks_of_the_runtime_divide_them() -> None:
+    """By one function, over the positions that both count alike."""
+    found, gpu = encoders("qwen2.5-vl-7b"), load_gpu("h100")
+    sizes = ((1024, 768), (300, 200), (2048, 1536), (640, 480), (1280, 960), (64, 64))
+    contents = [found.image(*size) for size in sizes]
+    costs = [found.positions(content) for content in contents]
+    grid = content_of([7] * contents[0].tokens, {"image_grid_thw": [[1, 54, 74]]})
+    assert encoder_positions(grid) == costs[0]
+    owners, alone = divided(costs, 2), EncoderCost(found, gpu, 1, "data")
+    shares = [[one for one, owner in zip(contents, owners, strict=True) if owner == rank] for rank in (0, 1)]
+    longest = max(alone.group_us(share) for share in shares)
+    assert longest < EncoderCost(found, gpu, 2, "data").group_us(contents) < 1.05 * longest
+    assert 1.2 * longest < alone.group_us(contents)
 
 
 def test_heads_that_cannot_be_split_are_refused_with_the_way_out() -> None:

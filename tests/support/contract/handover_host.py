@@ -8,7 +8,7 @@ how a transfer ends, so the machine also has what a link that breaks leaves behi
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -45,6 +45,7 @@ from lockstep.host.handover.kv import Fetch, PagesStaged
 from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.handover.results import PromptSink
 from lockstep.host.handover.wire import LinkMessage, Outcome, PageLayout, StagingPlace
+from lockstep.host.media.content import EncoderInput
 from tests.support.contract.memory_links import MemoryLink, MemoryNetwork
 from tests.support.contract.stepping import stepped
 from tests.support.contract.transfer_machine import TransferBounds, TransferMachine, TransferState
@@ -115,7 +116,7 @@ class _Loop:
     def put_fact(self, make: Callable[[int], ObservedEvent]) -> None:
         self.inbox.append(lambda: self.fold(make(self.engine.now_us)))
 
-    def submit(self, event: RequestArrived, *sinks: PromptSink) -> int:
+    def submit(self, event: RequestArrived, *sinks: PromptSink, contents: Sequence[EncoderInput] = ()) -> int:
         number = len(self.rooms)
         assert event.transfer_room is not None
         self.rooms.append(event.transfer_room)

@@ -56,7 +56,7 @@ from lockstep.runtime.graphs import (
 )
 from lockstep.runtime.kv_pool import KvPool, LatentPool
 from lockstep.runtime.lora.slots import run_once
-from lockstep.runtime.media import DeviceMedia
+from lockstep.runtime.media_ranks import divide_contents, media_of
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.memory_saver import MemorySaver, placed
 from lockstep.runtime.models import LanguageModel, ModelSettings, Parallel, build_model, stored_dtype
@@ -316,6 +316,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     )
     if ranks is not None:
         executor.matchers = ranks.matchers
+    divide_contents(executor.media, model, executor.lane, on=settings.encoder_data_parallel)
     if model.adapter_slots and device.type == "cuda":
         with executor.lane.stream(), torch.inference_mode():
             run_once(model.targets, executor.lane.upload)
@@ -480,9 +481,7 @@ def make_executor(
             windows = (0, 0) if hybrid is None else (hybrid.window_tokens, window_pages)
             sizes = (config.rows_max, config.pages, config.page_size, config.context_tokens_max)
             canary = Canary(*sizes, device, *windows, state_slots=slots)
-        media = None
-        if (model.media_encoder is not None or model.embedding_size) and takes_media(draft) and not config.hands_over:
-            media = DeviceMedia(model.media_encoder, lane, config.rows_max)
+        media = media_of(model, lane, config.rows_max) if takes_media(draft) else None
         loads = counter_for(model, config, most_pass_tokens(config))
         recorder = CudaGraphs() if gpu and (graph_sizes or kernels.piece_sizes) else EagerGraphs()
         pieces = make_pieces(model, attention, kernels.piece_sizes, recorder, lane, taps_of(draft))

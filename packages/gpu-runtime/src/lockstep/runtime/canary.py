@@ -12,6 +12,9 @@ pass. Both are independent of the pool. A pass writes the tags of its new tokens
 reads. A page that was given to two requests, freed too early, never written, written by a batch that failed, or left by
 older weights is found before attention reads it.
 
+At positions of media an engine has numbers that it gives contents in order of arrival, and pages may come from another
+engine. Their tags are made of the content's digest and the place in it instead: `take_row` stores what a pass adds.
+
 A slot of states has the tag of the last token that its state includes, or that of an empty state, and is copied with
 it. So a row that would begin with another state than that of its prefix is found likewise.
 """
@@ -28,6 +31,7 @@ from torch import Tensor
 
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.errors import InvariantError
+from lockstep.core.contract.events import PromptSpan
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.states.view import StateView
 
@@ -69,6 +73,7 @@ class Canary:
         self.tags = torch.full(((pages + 1) * page_size,), EMPTY, dtype=torch.int64, device=device)
         self.chains = torch.zeros((rows + 1, context_tokens + page_size), dtype=torch.int64, device=device)
         self.seeds = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.of_media: Tensor | None = None  # as `chains`: added to the bits of placeholders; None: no row had media
         self.slots_verified = 0
 
     @staticmethod
@@ -82,13 +87,24 @@ class Canary:
         self.window_tags.fill_(EMPTY)
         self.state_tags.fill_(EMPTY)
 
-    def take_row(self, row: int, namespace: str, tokens: NDArray[np.int32]) -> None:
-        """Store the expected tags of a row's new request, as far as its tokens are known."""
+    def take_row(self, row: int, namespace: str, tokens: NDArray[np.int32], spans: Sequence[PromptSpan] = ()) -> None:
+        """Store the expected tags of a row's new request, as far as its tokens are known.
+
+        Args:
+            spans: media among the tokens.
+        """
         seed = int.from_bytes(blake2b(namespace.encode(), digest_size=8).digest(), "little", signed=True)
         self.seeds[row] = seed
         ids = torch.from_numpy(tokens.astype(np.int64))
-        chain = seed + mix(ids, torch.arange(len(ids))).cumsum(0)
-        self.chains[row, : len(ids)] = chain.to(self.chains.device)
+        bits = mix(ids, torch.arange(len(ids)))
+        if spans and self.of_media is None:
+            self.of_media = torch.zeros_like(self.chains)
+        if self.of_media is not None:
+            shift = mix(_by_content(ids, spans), torch.arange(len(ids))) - bits
+            bits = bits + shift
+            self.of_media[row] = 0
+            self.of_media[row, : len(ids)] = shift.to(self.of_media.device)
+        self.chains[row, : len(ids)] = (seed + bits.cumsum(0)).to(self.chains.device)
 
     def check(self, batch: ForwardBatch) -> Tensor:
         """Write the tags of the pass's new slots, and compare the tags of all slots that it reads.
@@ -104,6 +120,8 @@ class Canary:
         starts = torch.from_numpy(batch.starts_host.astype(np.int64)).to(rows.device)
 
         new = mix(batch.token_ids, batch.positions)
+        if self.of_media is not None:
+            new = new + self.of_media[rows[of_row], batch.positions]
         total = new.cumsum(0)
         behind = self.chains[rows, (starts - 1).clamp(min=0)]
         base = torch.where(starts > 0, behind, self.seeds[rows])
@@ -195,6 +213,16 @@ class Canary:
                     f"batch {plan.batch_id}: r{int(plan.request_ids[i])} in row {int(plan.rows[i])} reads position "
                     f"{position}, in page {position // self.page_size} of its table, {what} ({wrong} such slots)"
                 )
+
+
+def _by_content(ids: Tensor, spans: Sequence[PromptSpan]) -> Tensor:
+    """Return tokens with the digest of the content plus the place in it at positions of media, int64."""
+    found = ids.clone()
+    for span in spans:
+        first = int.from_bytes(span.digest[:8].ljust(8, b"\0"), "little", signed=True)
+        part = found[span.start : span.stop]
+        part.copy_(torch.arange(len(part)) + first)
+    return found
 
 
 def mix(tokens: Tensor, positions: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, FileStore
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions, FileStore
 
 from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.models.layers import Parallel
@@ -44,7 +44,8 @@ class Collectives:
         self.rank, self.ranks, self.device = rank, ranks, device
         self.turns = TurnTaking()  # of the halves of a batch
         self._reduce, self._gather, self._exchange = dist.AllreduceOptions(), AllgatherOptions(), AllToAllOptions()
-        self._options = (self._reduce, self._gather, self._exchange)
+        self._broadcast = BroadcastOptions()
+        self._options = (self._reduce, self._gather, self._exchange, self._broadcast)
         for options in self._options:
             options.asyncOp = False  # on the caller's stream, not on a stream of the group
             options.timeout = timedelta(seconds=timeout_s)
@@ -54,7 +55,8 @@ class Collectives:
 
     def parallel(self) -> Parallel:
         """Return this rank's part, with which models are built."""
-        return Parallel(self.rank, self.ranks, self.all_reduce, self.all_gather, self.all_to_all, turns=self.turns)
+        functions = (self.all_reduce, self.all_gather, self.all_to_all)
+        return Parallel(self.rank, self.ranks, *functions, broadcast=self.broadcast, turns=self.turns)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks, with the same bits on each. May overwrite `tensor`."""
@@ -104,6 +106,13 @@ class Collectives:
         counts = list(receives), list(sends)
         self._attempt("exchange", lambda: self._group.alltoall_base(got, rows, *counts, self._exchange))
         return got
+
+    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        """Send the tensor of one rank to all, which receive it in theirs, contiguous and of the same shape."""
+        if tensor.numel():
+            self._broadcast.rootRank = root
+            self._attempt("broadcast", lambda: self._group.broadcast([tensor], self._broadcast))
+        return tensor
 
     def abort(self) -> None:
         """Release threads that wait for ranks that have ended. gloo detects the end itself, NCCL's kernels do not."""

@@ -471,7 +471,7 @@ class Executor:
             if self.media is not None:
                 self.media.take_row(taken.row, context.spans, context.prompt_tokens)
             if self.canary is not None:
-                self.canary.take_row(taken.row, context.namespace, context.tokens)
+                self.canary.take_row(taken.row, context.namespace, context.tokens, context.spans)
 
     def _take_states(self, launched: _Launched) -> None:
         """Clear or copy the states with which the rows that a plan takes begin."""

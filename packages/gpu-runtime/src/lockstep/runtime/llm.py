@@ -918,8 +918,6 @@ class LLM:
             return ""
         if not settings.media:
             return settings.media_refused or f"{settings.architecture} takes text only"
-        if self.config.hands_over:
-            return f"`role` is {self.config.role}, and media are not handed over"
         return "the draft model (draft_model) takes no media"
 
     @property
@@ -927,8 +925,6 @@ class LLM:
         """Return why prompts may not be given embeddings here; empty if they may."""
         if not self.model.embedding_size:
             return f"{self.model.settings.architecture} needs the tokens themselves"
-        if self.config.hands_over:
-            return f"`role` is {self.config.role}, and given embeddings are not handed over"
         return "the draft model (draft_model) knows tokens only" if self.media is None else ""
 
     @property

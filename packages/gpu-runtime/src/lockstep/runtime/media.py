@@ -3,7 +3,7 @@
 Given embeddings are contents that need no encoder: a pass uploads the rows that it computes.
 
     hold(request, contents)      from the request's arrival to its end
-    encode(digest, drop)         EncodeMedia: drop outputs, then run the model's encoder; its output is kept
+    encode(digests, drop)        EncodeMedia: drop outputs, then run the model's encoder; its output is kept
     given(plan)                  at launch: the given embeddings that a plan reads, also if their request ends meanwhile
     rows(plan)                   a pass takes embeddings of its spans from the outputs, or from those given
     take_row, offsets            models with positions of three axes: what they add to the position in the prompt
@@ -27,8 +27,10 @@ from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import PromptSpan, RequestId
 from lockstep.host.media.content import GIVEN, EncoderInput
+from lockstep.host.media.division import encoder_positions
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import MediaRows
+from lockstep.runtime.media_share import EncoderShare, Output
 from lockstep.runtime.overlap import StreamLane
 from lockstep.runtime.tables import ForwardPass
 
@@ -46,7 +48,7 @@ class ContentEncoder(Protocol):
     def token_bytes(self) -> int:
         """Bytes of the output for one position."""
 
-    def encode(self, content: EncoderInput) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def encode(self, content: EncoderInput) -> Output:
         """Return embeddings [positions, hidden] for a content, and those that are added behind the first layers.
 
         Raises: ConfigError for a content that does not fit the model.
@@ -69,7 +71,8 @@ class DeviceMedia:
         self._encoder, self._lane = encoder, lane
         self.contents: dict[bytes, EncoderInput] = {}
         self._holders: dict[bytes, set[RequestId]] = {}
-        self.outputs: dict[bytes, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self.outputs: dict[bytes, Output] = {}
+        self.share: EncoderShare | None = None  # of several ranks that divide contents; None: encode all of them
         self._offsets: list[Int64s | None] = [None] * count  # [3, prompt tokens + 1], by row; the last: of all behind
 
     # ---------------------------------------------------------------------------------------------------- contents
@@ -90,26 +93,51 @@ class DeviceMedia:
             if not holders:
                 del self._holders[span.digest], self.contents[span.digest]
 
-    def encode(self, digest: bytes, drop: Iterable[bytes]) -> str:
-        """Drop outputs, then encode a content. Returns why it cannot be encoded, or "". Raises DeviceLost."""
+    def encode(self, digests: Sequence[bytes], drop: Iterable[bytes]) -> list[str]:
+        """Drop outputs, then encode contents together.
+
+        Returns: for each of them why it cannot be encoded, or "".
+        Raises: DeviceLost; RankLost if the ranks divide them differently.
+        """
         for one in drop:
             self.outputs.pop(one, None)
-        content = self.contents.get(digest)
         if self._encoder is None:
-            return "this model has no encoder"
+            return ["this model has no encoder"] * len(digests)
+        asked = list(dict.fromkeys(digests))
+        made = [self._made(one) for one in asked] if self.share is None else self._shared(asked)
+        failed = dict[bytes, str]()
+        for digest, output in zip(asked, made, strict=True):
+            if isinstance(output, str):
+                failed[digest] = output
+                log.warning("media %s cannot be encoded: %s", digest.hex()[:8], output)
+            else:
+                self.outputs[digest] = output
+        return [failed.get(digest, "") for digest in digests]
+
+    def _shared(self, digests: Sequence[bytes]) -> list[Output | str]:
+        """Encode this rank's share of contents. Returns the output of all, of other ranks' too."""
+        assert self.share is not None
+        found = [self.contents.get(digest) for digest in digests]
+        owners = self.share.owners([0 if one is None else encoder_positions(one) for one in found])
+        own = {i: self._made(digests[i]) for i, owner in enumerate(owners) if owner == self.share.rank}
+        with self._lane.stream(), torch.inference_mode():
+            return self.share.exchange(digests, owners, own)
+
+    def _made(self, digest: bytes) -> Output | str:
+        """Return the encoder's output for a content, or why it cannot be encoded. Raises DeviceLost."""
+        content = self.contents.get(digest)
         if content is None:
             return "its content is not here any more"
+        assert self._encoder is not None
         try:
             with self._lane.stream(), torch.inference_mode():
-                self.outputs[digest] = self._encoder.encode(content)
+                return self._encoder.encode(content)
         except (DeviceLost, PlanError):
             raise
         except Exception as error:  # of the model's code, for a content that its processor made
             self._lane.check()
             why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            log.warning("media %s cannot be encoded: %s", digest.hex()[:8], why)
             return why.partition("\n")[0]
-        return ""
 
     # ------------------------------------------------------------------------------------------------------ passes
 

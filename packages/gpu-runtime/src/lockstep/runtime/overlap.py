@@ -5,7 +5,7 @@ second stream, `copy`, so that the next pass does not wait for a transfer. While
 only, `Download.wait`, and only for a batch that it is about to deliver. (At start it waits for captures and
 measurements; after an error, in `StreamLane.check`; in FlashInfer's ring of pinned plans, if more plans are in flight
 than it holds; for the numbers of rows that experts on other ranks receive; and in encoders of media, since
-transformers' code reads their sizes from the device.)
+transformers' code reads their sizes from the device, and ranks that divide contents read each other's notes.)
 
     CPU      | pack n | launch n |            | pack n+1 | launch n+1 |  wait n | deliver n | pack n+2 ...
     forward  |                   | fold n, pass n, sample n | fold n+1, pass n+1, sample n+1 |

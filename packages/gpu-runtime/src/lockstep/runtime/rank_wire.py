@@ -102,10 +102,10 @@ class ReleaseContents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     spans: tuple[PromptSpan, ...]
 
 
-class EncodeContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Drop outputs of the encoder, then encode a content, ahead of the plans that read it."""
+class EncodeContents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Drop outputs of the encoder, then encode contents together, ahead of the plans that read them."""
 
-    content: bytes  # digests
+    contents: tuple[bytes, ...]  # digests
     drop: tuple[bytes, ...]
 
 
@@ -252,7 +252,7 @@ AdapterUpdate = ReadAdapter | PlaceAdapter | LackAdapter | ForgetAdapter
 Told = (
     HoldContents
     | ReleaseContents
-    | EncodeContent
+    | EncodeContents
     | Mask
     | Sample
     | Collect

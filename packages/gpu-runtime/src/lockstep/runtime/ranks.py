@@ -78,7 +78,7 @@ from lockstep.runtime.rank_wire import (
     Commit,
     Discard,
     Doing,
-    EncodeContent,
+    EncodeContents,
     Failed,
     ForgetAdapter,
     HoldContents,
@@ -727,7 +727,8 @@ class LeadExecutor:
 class LeadMedia:
     """Contents of open requests on all ranks: `lockstep.host.media.encoding.MediaEncoder`.
 
-    Every rank has the whole encoder, and encodes every content for itself.
+    Every rank has the whole encoder. It encodes its share of contents that are ordered together (`media_share.py`), or
+    all of them.
     """
 
     def __init__(self, media: DeviceMedia, group: RankGroup) -> None:
@@ -745,14 +746,19 @@ class LeadMedia:
         self.group.tell(ReleaseContents(request_id, listed))
         self.media.release(request_id, listed)
 
-    def encode(self, digest: bytes, drop: Iterable[bytes]) -> str:
-        """Drop outputs, then encode a content, on all ranks. Returns why rank 0 cannot encode it, or "".
+    def encode(self, digests: Sequence[bytes], drop: Iterable[bytes]) -> list[str]:
+        """Drop outputs, then encode contents together, on all ranks.
 
-        The encoder is whole on every rank, so the other ranks fail where rank 0 does. Raises DeviceLost.
+        Returns: for each of them why it cannot be encoded, or "". Ranks that divide the contents have the same result.
+            Of ranks that encode all of them it is that of rank 0; the others have the same encoder.
+        Raises: DeviceLost; RankLost if the ranks divide them differently, or one of them has ended.
         """
         dropped = tuple(drop)
-        self.group.tell(EncodeContent(digest, dropped))
-        return self.media.encode(digest, dropped)
+        self.group.tell(EncodeContents(tuple(digests), dropped))
+        try:
+            return self.media.encode(digests, dropped)
+        except DeviceLost as error:
+            raise self.group.explain(error) from error
 
 
 class LeadModel:

@@ -61,7 +61,7 @@ from lockstep.runtime.rank_wire import (
     Commit,
     Discard,
     Doing,
-    EncodeContent,
+    EncodeContents,
     Failed,
     FailureKind,
     FetchPages,
@@ -266,8 +266,8 @@ class Follower:
                     self.executor.media.hold(request_id, contents)
                 case ReleaseContents(request_id, spans) if self.executor.media is not None:
                     self.executor.media.release(request_id, spans)
-                case EncodeContent(content, drop) if self.executor.media is not None:
-                    self.executor.media.encode(content, drop)
+                case EncodeContents(contents, drop) if self.executor.media is not None:
+                    self.executor.media.encode(contents, drop)
                 case Sample(batch_id):
                     self.executor.sample(batch_id, ())
                 case Collect():

@@ -100,6 +100,14 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
     eplb_imbalance_min: Annotated[
         float, Option("With --eplb: experts stay while the fullest rank has at most this times the mean load.")
     ] = 1.0
+    encoder_data_parallel: Annotated[
+        bool,
+        Option(
+            "With --tp: divide pictures, sounds and videos over the ranks to encode them; off: each encodes all.",
+            negatable=True,
+            default="on",
+        ),
+    ] = True
     pdmux: Annotated[
         bool, Option("Compute prompts some layers at a time beside decodes; on a CPU: docs/runtime.md.")
     ] = False

@@ -48,6 +48,8 @@ class Layout(Protocol):
     def piecewise_graph_max_tokens(self) -> int | None: ...
     @property
     def draft_model(self) -> str | None: ...
+    @property
+    def encoder_data_parallel(self) -> bool: ...
 
 
 NOT_ON_RANKS = {"swa_full_tokens_ratio": None, "pp": 1}
@@ -71,6 +73,8 @@ def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = (
         )
     if given.ray == "":
         raise ConfigError("`ray` is empty\nhint: auto, or HOST:PORT")
+    if sched.get("role", "mixed") == "mixed":  # the other engines of a server may have several ranks
+        _check_encoder(given, tps or (given.tp,))
     for tp in tps or (given.tp,):
         if given.ep not in (1, tp):
             raise ConfigError(
@@ -95,6 +99,18 @@ def _check_drafts(given: Layout, sched: Mapping[str, Any], tps: Sequence[int]) -
         return
     for tp in tps:
         check_draft_model(given.draft_model, method, DraftingRanks(tp, given.pp))
+
+
+def _check_encoder(given: Layout, tps: Sequence[int]) -> None:
+    """Raise ConfigError if contents of media are not divided between ranks that have none in common."""
+    if given.encoder_data_parallel:
+        return
+    if given.attention_dp > 1 or max(tps) == 1:
+        name = "attention_dp" if given.attention_dp > 1 else "tp"
+        raise ConfigError(
+            f"`encoder_data_parallel` is off, but `{name}` is {getattr(given, name)}: a rank encodes only the contents "
+            "of its own requests\nhint: leave it out"
+        )
 
 
 def _check_moves(given: Layout, sched: Mapping[str, Any]) -> None:

@@ -229,6 +229,7 @@ class RuntimeHost:
         self._experts, self._expert_mover = ExpertMeasuring(device.experts), device.expert_mover
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
+        self._to_encode: list[EncodeMedia] = []  # ordered, and given to the encoder before anything is launched
         self._sinkless: dict[RequestId, tuple[PromptSpan, ...]] = {}  # media of requests whose sink has failed
         self._offered, self._tried = -1, 0  # the last offered microbatch; microbatches offered in vain since an event
         self._stop = threading.Event()
@@ -366,6 +367,7 @@ class RuntimeHost:
                 self._take_in()
                 if self._stop.is_set():
                     break
+                self._encode()
                 if self._may_launch():
                     self._launch()
                 elif self.executor.in_flight:
@@ -565,7 +567,7 @@ class RuntimeHost:
                         sink.failed(ended)
                     return
                 if self.handover is not None:
-                    self.handover.arriving(event)
+                    self.handover.arriving(event, contents)
                 refused = self._refusal(event)
                 if refused is None:
                     if self._encoder is not None and contents:
@@ -797,12 +799,10 @@ class RuntimeHost:
                 self._compile(command)
             case LoadAdapter():
                 self._load_adapter(command)
-            case EncodeMedia(digest, _, generation, drop):
-                error = "this runtime has no encoder"
-                if self._encoder is not None:
-                    error = self._encoder.encode(digest, drop)
-                self._inbox.put(_Fact(lambda now: MediaEncoded(now, digest, error, generation)))
+            case EncodeMedia():
+                self._to_encode.append(command)
             case SwapWeights() | ReleaseDeviceMemory() | ResumeDeviceMemory():
+                self._encode()  # as ordered, ahead of the change
                 self._maintain(command)
             case CopyToHost() | LoadFromHost() | PrefetchFromStorage() | WriteToStorage() | CancelPrefetch():
                 self.moves.begin(command)
@@ -825,6 +825,17 @@ class RuntimeHost:
             case _:
                 # An engine on this host refuses the features with other commands in its settings: docs/contract.md.
                 raise ContractError(f"the engine ordered {type(command).__name__}, which this host does not support")
+
+    def _encode(self) -> None:
+        """Encode the contents that were ordered since the last call, as one group, which ranks may divide."""
+        orders, self._to_encode = self._to_encode, []
+        if not orders:
+            return
+        errors = ["this runtime has no encoder"] * len(orders)
+        if self._encoder is not None:
+            errors = self._encoder.encode([one.digest for one in orders], [gone for one in orders for gone in one.drop])
+        for order, error in zip(orders, errors, strict=True):
+            self._inbox.put(_Fact(partial(_encoded, order, error)))
 
     def _load_adapter(self, order: LoadAdapter) -> None:
         """Start the copy of an adapter into its slot. `place` does it in another thread."""
@@ -947,3 +958,7 @@ class RuntimeHost:
 def _raise(error: BaseException, now_us: int) -> ObservedEvent:
     """Raise an error of another thread in the host's thread."""
     raise error
+
+
+def _encoded(order: EncodeMedia, error: str, now_us: int) -> MediaEncoded:
+    return MediaEncoded(now_us, order.digest, error, order.generation)

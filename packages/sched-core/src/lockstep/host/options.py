@@ -323,4 +323,4 @@ def _cell(field: OptionField) -> str:
     if field.default is REQUIRED:
         return "required"
     text = field.default_text()
-    return f"`{text}`" if text and not field.option.default else text or "none" if field.kind is not bool else "off"
+    return f"`{text}`" if text and not field.option.default else text or ("off" if field.kind is bool else "none")

@@ -81,7 +81,7 @@ class Parallel:
 
     `all_reduce` sums [tokens, hidden] over the ranks; `all_gather` joins [samples, vocab / ranks] of all side by side.
     `all_to_all` sends rows to each rank: given the rows by receiver, and the numbers of rows to and from each rank, it
-    returns the received rows by sender.
+    returns the received rows by sender. `broadcast` sends the tensor of one rank to all, which receive it in theirs.
 
     Args:
         stage: the layers of this rank's pipeline stage, whose ranks these are; only our own models have stages.
@@ -97,6 +97,7 @@ class Parallel:
     stage: StageLayers = WHOLE
     experts: ExpertSplit = SPLIT_EXPERTS
     shared: SharedRows | None = None
+    broadcast: Callable[[Tensor, int], Tensor] | None = None
     turns: TurnTaking = field(default_factory=TurnTaking)
 
     @property

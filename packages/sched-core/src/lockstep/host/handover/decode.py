@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -36,6 +36,7 @@ from lockstep.core.contract.samples import sample_count
 from lockstep.host.handover.kv import Fetch, KvReceiver, KvTransport, given_blocks
 from lockstep.host.handover.link import PeerLink, connect
 from lockstep.host.handover.wire import (
+    CONTENTS_BYTES_MAX,
     PROTOCOL,
     Accept,
     BlockKind,
@@ -52,6 +53,7 @@ from lockstep.host.handover.wire import (
     blocks_in,
     read_from_prefill,
 )
+from lockstep.host.media.content import EncoderInput
 
 if TYPE_CHECKING:
     from lockstep.host.batches import BatchResult
@@ -74,6 +76,7 @@ class _ReceivingRoom:
     ending: PromptDone | None = None
     stopping: bool = False  # it has failed; a copy may still be under way
     sent: bool = False  # whether Prefill was sent
+    contents: tuple[EncoderInput, ...] = ()  # of its request's media, until Prefill is sent
 
 
 @dataclass(eq=False, slots=True)
@@ -150,8 +153,8 @@ class DecodeSide:
 
     # --------------------------------------------------------------------------------------- for the host's thread
 
-    def arriving(self, event: RequestArrived) -> None:
-        """Make the rooms of a request."""
+    def arriving(self, event: RequestArrived, contents: Sequence[EncoderInput] = ()) -> None:
+        """Make the rooms of a request, which keep the contents of its media until they are sent."""
         first = event.transfer_room
         if first is None:
             return
@@ -163,7 +166,7 @@ class DecodeSide:
             if event.session:
                 self._turns[event.request_id] = event
             for number in range(sample_count(event)):
-                room = _ReceivingRoom(first + number, event.request_id + number, peer)
+                room = _ReceivingRoom(first + number, event.request_id + number, peer, contents=tuple(contents))
                 self._rooms[room.number] = self._of_request[room.request_id] = peer.rooms[room.number] = room
 
     def arrived(self, event: RequestArrived, requests: list[RequestId]) -> None:
@@ -201,6 +204,7 @@ class DecodeSide:
         return msgspec.structs.replace(
             turn,
             prompt=TokenIds(prompt),
+            spans=() if request.extras is None else request.extras.spans,
             session="",
             session_start=None,
             session_after="",
@@ -210,10 +214,18 @@ class DecodeSide:
 
     def _send(self, event: RequestArrived, rooms: list[_ReceivingRoom]) -> None:
         """Send a request to its prefill engine, with what the core has ordered for it so far."""
-        peer = rooms[0].peer
-        peer.link.send(Prefill(for_prefill(event)))
+        peer, contents = rooms[0].peer, rooms[0].contents
+        size = sum(one.size for one in contents)
+        if size <= CONTENTS_BYTES_MAX:
+            peer.link.send(Prefill(for_prefill(event), contents))
         for room in rooms:
-            room.sent = True
+            room.sent, room.contents = True, ()
+        if size > CONTENTS_BYTES_MAX:
+            log.warning("r%d is not sent to %s: its media have %d bytes", rooms[0].request_id, peer.name, size)
+            for room in rooms:
+                self._stop(room)
+            return
+        for room in rooms:
             if room.receive is not None:
                 peer.link.send(_accept(room))
             self._conclude(room)

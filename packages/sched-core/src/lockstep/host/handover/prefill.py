@@ -17,7 +17,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -48,6 +48,7 @@ from lockstep.host.handover.wire import (
     Stop,
     read_from_decode,
 )
+from lockstep.host.media.content import EncoderInput
 
 if TYPE_CHECKING:
     from lockstep.host.batches import BatchResult
@@ -160,7 +161,7 @@ class PrefillSide:
 
     # --------------------------------------------------------------------------------------- for the host's thread
 
-    def arriving(self, event: RequestArrived) -> None:
+    def arriving(self, event: RequestArrived, contents: Sequence[EncoderInput] = ()) -> None:
         """Do nothing: the rooms of a request are made when it is submitted."""
 
     def decided(self, step: Step) -> None:
@@ -370,7 +371,7 @@ class PrefillSide:
             return
         sinks = [PromptSink(partial(self._refused, number)) for number in numbers]
         try:
-            first_id = host.submit(msgspec.structs.replace(request, request_id=-1), *sinks)
+            first_id = host.submit(msgspec.structs.replace(request, request_id=-1), *sinks, contents=message.contents)
         except EngineStopped as error:
             for number in numbers:
                 peer.link.send(Stop(number, str(error)))

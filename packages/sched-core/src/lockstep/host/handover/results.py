@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ from lockstep.core.contract.commands import CancelTransfer, FinishRequest, Rejec
 from lockstep.core.contract.events import RequestArrived, RequestId
 from lockstep.host.batches import BatchResult
 from lockstep.host.handover.wire import PromptResults
+from lockstep.host.media.content import EncoderInput
 from lockstep.host.sinks import Kept, ResultExtras, TokenLogprobs
 
 
@@ -21,8 +22,12 @@ class Handover(Protocol):
     def busy(self) -> bool:
         """Whether a transfer has not ended."""
 
-    def arriving(self, event: RequestArrived) -> None:
-        """Take in a request that the engine steps next, so that its first commands find it."""
+    def arriving(self, event: RequestArrived, contents: Sequence[EncoderInput] = ()) -> None:
+        """Take in a request that the engine steps next, so that its first commands find it.
+
+        Args:
+            contents: of its media.
+        """
 
     def decided(self, step: Step) -> None:
         """Take in what the engine decided, before its commands are performed."""

@@ -2,7 +2,7 @@
 
     decode ──PeerHello──────────────> prefill      once, for each connection
            <──PeerWelcome────────────
-           ──Prefill────────────>              a request, under its room
+           ──Prefill────────────>              a request, under its room, with the contents of its media
            ──Accept─────────────>              the decode engine has given pages
            <──Offered────────────              the last part of the prompt was ordered
            <──PagesReady─────────              a slot of the sender's staging memory has pages of a room, or windows
@@ -24,9 +24,11 @@ import msgspec
 
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import RequestArrived
+from lockstep.host.media.content import EncoderInput
 
 PROTOCOL = 3
 FRAME_BYTES_MAX = 1 << 30  # longer frames are refused
+CONTENTS_BYTES_MAX = FRAME_BYTES_MAX - (1 << 26)  # of media in one message; the rest is for the request itself
 LENGTH = struct.Struct("<I")
 
 
@@ -131,9 +133,14 @@ class PeerHello(LinkMessage, frozen=True):
 
 
 class Prefill(LinkMessage, frozen=True):
-    """Compute the prompt of this request. Its samples have consecutive rooms, from `request.transfer_room` on."""
+    """Compute the prompt of this request. Its samples have consecutive rooms, from `request.transfer_room` on.
+
+    Args:
+        contents: of the request's spans: what the encoder receives, or given embeddings.
+    """
 
     request: RequestArrived
+    contents: tuple[EncoderInput, ...] = ()
 
 
 class Accept(LinkMessage, frozen=True):

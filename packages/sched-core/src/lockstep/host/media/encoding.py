@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from lockstep.core.contract.events import PromptSpan, RequestId
@@ -18,5 +18,8 @@ class MediaEncoder(Protocol):
     def release(self, request_id: RequestId, spans: Iterable[PromptSpan]) -> None:
         """Forget the contents that no other request has."""
 
-    def encode(self, digest: bytes, drop: Iterable[bytes]) -> str:
-        """Drop outputs, then encode a content behind all earlier work. Returns why it cannot be encoded, or ""."""
+    def encode(self, digests: Sequence[bytes], drop: Iterable[bytes]) -> list[str]:
+        """Drop outputs, then encode contents together, behind all earlier work.
+
+        Returns: for each of them why it cannot be encoded, or "".
+        """

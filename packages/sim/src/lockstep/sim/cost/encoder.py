@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+from lockstep.host.media.division import divided
 from lockstep.sim.cost.errors import CapacityError, CatalogueError
 from lockstep.sim.cost.hardware import Constant, GpuSpec, achieved, all_gather_of, all_reduce_of
 from lockstep.sim.cost.models import ACTIVATION_BYTES, ceil_div
@@ -279,6 +280,7 @@ class EncoderCost:
         self.constants[name] = achieved(self.gpu, name)
         return self.constants[name].value
 
+    # mechanism: encoder-division (simulated)
     def group_us(self, contents: Sequence[MediaContent]) -> float:
         """Return the time of contents that start together on all GPUs; in mode `data` one GPU encodes each content."""
         if not contents:
@@ -286,11 +288,9 @@ class EncoderCost:
         if self.mode == "weights" or self.tp == 1:
             return self.factor * self._pass_us(contents, self.tp)
         ranks: list[list[MediaContent]] = [[] for _ in range(self.tp)]
-        loads = [0] * self.tp
-        for content in sorted(contents, key=self.encoders.positions, reverse=True):  # longest first, to the least load
-            rank = loads.index(min(loads))
-            ranks[rank].append(content)
-            loads[rank] += self.encoders.positions(content)
+        owners = divided([self.encoders.positions(content) for content in contents], self.tp)
+        for owner, content in zip(owners, contents, strict=True):
+            ranks[owner].append(content)
         gathered = sum(content.tokens for content in contents) * self.encoders.embedding_bytes
         return self.factor * (max(self._pass_us(rank, 1) for rank in ranks) + self._gather_us(gathered))
 
