@@ -31,6 +31,8 @@ from tests.support.videos import SAMPLING, VIDEO_PAD, film, video_part
 
 OMNI_FAMILIES = {"Qwen2.5-Omni": "Qwen2_5Omni", "Qwen3-Omni": "Qwen3OmniMoe"}
 """Name of a family -> what the names of its classes in transformers begin with."""
+CLIPS_MAX = {"Qwen2.5-Omni": 2, "Qwen3-Omni": 1}
+"""Clips of one conversation: transformers' Qwen3-Omni makes other features of a short clip beside a longer one."""
 CONTEXT_TOKENS = 4096
 WINDOW_S = 3  # of the feature extractor: clips are padded to it
 PIXELS = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 12}
@@ -125,11 +127,20 @@ def save_whole(folder: Path, name: str) -> None:
     save_file({**tensors, "talker.codec_head.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
 
 
-def omni_conversations(count: int, *kinds: str) -> list[tuple[list[dict[str, Any]], list[tuple[str, int]], int]]:
-    """Return conversations with 0 to 3 media of these kinds, their kinds and numbers, and numbers of tokens to draw."""
+def omni_conversations(
+    count: int, kinds: Sequence[str], clips_max: int
+) -> list[tuple[list[dict[str, Any]], list[tuple[str, int]], int]]:
+    """Return conversations with 0 to 3 media of these kinds, their kinds and numbers, and numbers of tokens to draw.
+
+    Args:
+        clips_max: clips of one conversation; pictures take the place of more.
+    """
     rng, made = random.Random(5), []
     for number in range(count):
         shown = [(rng.choice(kinds), rng.randrange(5)) for _ in range(number % 4)]
+        clips = [place for place, (kind, _) in enumerate(shown) if kind == "audio"]
+        for place in clips[clips_max:]:
+            shown[place] = ("image", shown[place][1])
         parts: list[dict[str, Any]] = [{"type": "text", "text": "Now: "[: rng.randrange(6)]}]
         for kind, one in shown:
             parts.append(part_of(kind, one))

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -35,6 +37,11 @@ TOGETHER = "batch_num_images"
 """An argument of encoders (LLaVA-OneVision) whose features of an image depend on the number of images beside it."""
 FILES = ("preprocessor_config.json", "processor_config.json")
 VIDEO_FILE = "video_preprocessor_config.json"
+PIXTRAL = "transformers.models.pixtral"
+PILLOW_TWINS = {
+    f"{PIXTRAL}.processing_pixtral": (f"{PIXTRAL}.image_processing_pixtral", f"{PIXTRAL}.image_processing_pil_pixtral")
+}
+"""Module of a processor -> a module that it imports, which needs torchvision, and one that has the same function."""
 FRAMES_PER_S = 2.0  # of a video, for a processor that states no rate
 SPECTRUM = "input_features"  # array of an audio clip, [1, bins, frames]
 
@@ -117,7 +124,8 @@ def with_own_videos(name: str) -> Any:
     if where is None:
         raise ValueError(f"transformers {transformers.__version__} has no processor `{name}`")
     where = where if where.startswith("transformers.") else f"transformers.{where}"
-    kind: Any = getattr(import_module(where), name)
+    with _by_pillow(PILLOW_TWINS.get(where)):
+        kind: Any = getattr(import_module(where), name)
 
     class WithOwnVideos(kind):  # type: ignore[misc]  # a class that is known at run time
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -128,6 +136,19 @@ def with_own_videos(name: str) -> Any:
 
     WithOwnVideos.__name__ = name
     return WithOwnVideos
+
+
+@contextmanager
+def _by_pillow(twins: tuple[str, str] | None) -> Iterator[None]:
+    """Let imports of the first module of two find the second one."""
+    if twins is None or twins[0] in sys.modules:
+        yield
+        return
+    sys.modules[twins[0]] = import_module(twins[1])
+    try:
+        yield
+    finally:
+        del sys.modules[twins[0]]
 
 
 class _Mark(NamedTuple):
