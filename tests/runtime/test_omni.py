@@ -1,4 +1,4 @@
-"""Qwen-Omni's thinker: clips, pictures and videos in one prompt, with the tokens, positions and states of transformers."""
+"""Qwen-Omni's thinker: clips, pictures and videos in one prompt, as transformers answers, places and encodes them."""
 
 from __future__ import annotations
 

@@ -54,7 +54,9 @@ def served_kinds(kind: Any, base: Any, config: Any) -> tuple[tuple[str, ...], li
 def _refusals(kind: str, base: Any, config: Any) -> Iterator[str]:
     shown = {"image": "pictures", "audio": "sounds", "video": "videos"}[kind]
     if hasattr(base, ROPE_INDEX):
-        yield from (f"{shown} with {why}" for why in places.refusals(_arguments(getattr(base, ROPE_INDEX)), kind, config))
+        yield from (
+            f"{shown} with {why}" for why in places.refusals(_arguments(getattr(base, ROPE_INDEX)), kind, config)
+        )
     if kind == "audio" and getattr(config, "has_lora_adapter", False):
         yield f"{shown} need an adapter beside the weights, for prompts with any (`has_lora_adapter`)"
     if "token_type_ids" in inspect.signature(base.forward).parameters:

@@ -106,7 +106,12 @@ class AxesOfMedia:
                 lengths.append(int(content.arrays[FRAMES_MASK].numpy().sum()))
         arrays = {"image_grid_thw": "image_grid_thw", "video_grid_thw": "video_grid_thw"}
         given = _joined(spans, {**arrays, "video_second_per_grid": "second_per_grids"})
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "audio_seqlens": torch.tensor(lengths), **given}
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "audio_seqlens": torch.tensor(lengths),
+            **given,
+        }
 
     def _is_held(self, content: EncoderInput) -> Tensor:
         """Return which tokens of a content are placeholders."""
