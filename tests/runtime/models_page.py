@@ -43,12 +43,14 @@ from tests.support.architectures import (
     serve,
 )
 from tests.support.model_passes import Passes
+from tests.support.omni import CLIPS_MAX, OMNI_FAMILIES, greedy_omni, omni_conversations, save_thinker
 from tests.support.pictures import FAMILIES, conversations, greedy_pictures, save_family, serve_pictures
 from tests.support.sounds import SOUND_FAMILIES, greedy_sounds, save_sound_family, sound_conversations
 from tests.support.videos import VIDEO_FAMILIES, greedy_videos, save_video_family, video_conversations
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
-VIDEO_NAMES = {f"{name}, videos": name for name in VIDEO_FAMILIES}
+VIDEO_NAMES = {f"{name}, videos": name for name in (*VIDEO_FAMILIES, *OMNI_FAMILIES)}
+SOUND_NAMES = (*SOUND_FAMILIES, *OMNI_FAMILIES)
 YES, NO = "equal", "**different**"
 HEAD = f"""# Models
 
@@ -110,29 +112,32 @@ Other models of the library with `get_image_features` are tried, and were not co
 tokens attend to later ones (Gemma 3, PaliGemma), pictures with a draft model or a head of EAGLE-3, or with prefill and
 decode engines. With `--tp` every rank has the whole encoder and encodes every picture; transformers must have a plan to
 split the text, which its dense Qwen3-VL lacks. Qwen2.5-VL, Qwen3-VL MoE, both Qwen3.5, LLaVA-1.5 and Idefics 3 were
-compared on two ranks, and Qwen2-Audio with sound. Without torchvision the processors of transformers take pictures by
-Pillow; those of Pixtral and Mistral 3 need torchvision.
+compared on two ranks, and Qwen2-Audio and Qwen2.5-Omni with sound. Without torchvision the processors of transformers
+take pictures by Pillow, that of Pixtral and Mistral 3 included, which transformers itself refuses without it.
 """
 SOUND_HEAD = f"""
 ## Models with sound
 
 In the same way, {REQUESTS} conversations with 0 to 2 audio clips of five lengths, rates and formats, which transformers
-loads by itself (`load_audio`).
+loads by itself (`load_audio`). Those for Qwen-Omni have up to three clips and pictures, in any order.
 
 | model | class | overlap 0 | overlap 1 | little room | drafts |
 |---|---|---|---|---|---|
 """
 OTHER_SOUNDS = """
-Other models of the library with sound are tried, and were not compared. Refused by name: sound along three axes of
-positions (Qwen2.5-Omni, Qwen3-Omni), sound with an adapter for prompts that have any (Granite Speech), and what is
-refused for pictures.
+Of Qwen2.5-Omni and Qwen3-Omni the thinker is served, which answers in text, from its own folder or that of the whole
+model; the sound of a video is left out, and `use_audio_in_video` is refused by name. Of a clip under a second beside a
+longer one transformers' Qwen3-Omni makes other features than of the clip alone, because it pads it; here they are
+those of the clip alone, and conversations of its rows have one clip at most. Other models of the library with sound are
+tried, and were not compared. Refused by name: sound along three axes of positions that are counted in another way,
+sound with an adapter for prompts that have any (Granite Speech), and what is refused for pictures.
 """
 VIDEO_HEAD = f"""
 ## Models with videos
 
-{REQUESTS} conversations with 0 to 2 films and pictures, of five sizes, lengths and rates. Frames are those that
-transformers reads by PyAV, and patches are Lockstep's in both (`host/media/frames.py`); `tests/runtime/test_videos.py`
-compares these with transformers'.
+{REQUESTS} conversations with 0 to 2 films and pictures, of five sizes, lengths and rates; for Qwen-Omni 0 to 3 films,
+clips and pictures. Frames are those that transformers reads by PyAV, and patches are Lockstep's in both
+(`host/media/frames.py`); `tests/runtime/test_videos.py` compares these with transformers'.
 
 | model | class | positions | overlap 0 | overlap 1 | little room | drafts |
 |---|---|---|---|---|---|---|
@@ -168,7 +173,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     there = PAGE.read_text(encoding="utf-8").splitlines() if given.again else []
     rows: dict[str, str] = {}
-    for name in (*ARCHITECTURES, *HYBRIDS, *FAMILIES, *SOUND_FAMILIES, *VIDEO_NAMES):
+    for name in (*ARCHITECTURES, *HYBRIDS, *FAMILIES, *SOUND_NAMES, *VIDEO_NAMES):
         if only is None or name == only:
             began, kept = time.perf_counter(), next((one for one in there if one.startswith(f"| {name} | `")), None)
             made = row if name in ARCHITECTURES else row_with_states if name in HYBRIDS else row_with_media
@@ -181,7 +186,7 @@ def main(arguments: list[str]) -> int:
     if only is None:
         plain, states, pictures, sounds, videos = (
             "".join(f"{rows[name]}\n" for name in names)
-            for names in (ARCHITECTURES, HYBRIDS, FAMILIES, SOUND_FAMILIES, VIDEO_NAMES)
+            for names in (ARCHITECTURES, HYBRIDS, FAMILIES, SOUND_NAMES, VIDEO_NAMES)
         )
         text = HEAD + plain + STATES_HEAD + states + BEHIND + PICTURES_HEAD + pictures + NO_PICTURES
         text += SOUND_HEAD + sounds + OTHER_SOUNDS + VIDEO_HEAD + videos + NO_VIDEOS
@@ -245,16 +250,21 @@ def row_with_media(name: str, *, processes: bool) -> str:
     """Return the row of one family with pictures, sound or videos."""
     filmed = VIDEO_NAMES.get(name)
     family = FAMILIES.get(filmed or name)
-    settings: dict[str, Any] = {} if family is None else {"pages": 1200, **family.settings}
+    settings: dict[str, Any] = {"pages": 1200, **({} if family is None else family.settings)}
     with tempfile.TemporaryDirectory() as folder:
-        if family is None:
-            model, processor = save_sound_family(Path(folder), name)
-            asked = sound_conversations(REQUESTS)
-            answers = greedy_sounds(Path(folder), model, processor, asked)
+        if (thinker := filmed or name) in OMNI_FAMILIES:
+            model, processor = save_thinker(Path(folder), thinker)
+            kinds = ("audio", "image", "video") if filmed else ("audio", "image")
+            asked = omni_conversations(REQUESTS, kinds, CLIPS_MAX[thinker])
+            answers = greedy_omni(Path(folder), model, processor, asked)
         elif filmed is not None:
             model, processor = save_video_family(Path(folder), filmed)
             asked = video_conversations(REQUESTS)
             answers = greedy_videos(Path(folder), model, processor, asked)
+        elif family is None:
+            model, processor = save_sound_family(Path(folder), name)
+            asked = sound_conversations(REQUESTS)
+            answers = greedy_sounds(Path(folder), model, processor, asked)
         else:
             model, processor = save_family(Path(folder), name)
             asked = conversations(REQUESTS, family.pictures_max)
@@ -267,7 +277,7 @@ def row_with_media(name: str, *, processes: bool) -> str:
             return YES if served.answers == answers else NO
 
         axes = "time, height, width" if hasattr(model.model, "get_rope_index") else ""
-        cells = [] if family is None else [axes]
+        cells = [] if name in SOUND_NAMES else [axes]
         cells += [equal(overlap_depth=0), equal(overlap_depth=1)]
         cells.append(equal(encoder_cache_tokens=room(Path(folder), asked), encoder_budget_tokens=16))
         cells.append(equal(overlap_depth=1, speculative_method="ngram", num_speculative_tokens=2))

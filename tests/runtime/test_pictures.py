@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import MediaEncoded  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.media.conversation import with_media  # noqa: E402
+from lockstep.host.media.processor import read_processor  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.from_transformers.media_encoder import LibraryEncoder  # noqa: E402
 from lockstep.runtime.media_share import EncoderShare  # noqa: E402
@@ -33,8 +35,9 @@ from tests.support.pictures import (  # noqa: E402
 )
 from tests.support.thread_ranks import ranks_as_threads  # noqa: E402
 
-SOME = ("Qwen2.5-VL", "Qwen3-VL", "LLaVA-1.5", "Idefics 3")
-"""Three axes of positions, features behind the first layers, one tile, several tiles with tokens between them."""
+SOME = ("Qwen2.5-VL", "Qwen3-VL", "LLaVA-1.5", "Idefics 3", "Pixtral", "Mistral 3")
+"""Three axes of positions, features behind the first layers, one tile, several tiles with tokens between them, rows
+with a token behind each, and such rows of merged patches."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_tokens_are_those_of_transformers(name: str, saved: Any) -> None:
     folder, asked, answers = saved(name)
     assert len(set(map(tuple, answers))) > REQUESTS // 2
-    served = serve_pictures(folder, asked, overlap_depth=1)
+    served = serve_pictures(folder, asked, overlap_depth=1, **FAMILIES[name].settings)
     assert served.answers == answers
     assert served.cached_tokens
     assert served.retractions
@@ -252,3 +255,52 @@ def test_vectors_of_conversations_are_those_of_transformers(name: str, tmp_path:
             states = model.model(**inputs).last_hidden_state[0]
         assert not one.error
         np.testing.assert_allclose(one.vector, states.mean(0), atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["Pixtral", "Mistral 3"])
+def test_states_with_pictures_of_five_shapes_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model, processor = save_family(tmp_path, name)
+    asked = [with_picture(number) for number in range(5)]
+    with LLM(tmp_path, device="cpu", chunked_prefill_size=16, page_size=4, pages=600) as llm:
+        prompts: list[Any] = [llm.chat_prompt(one, generation_prompt=False) for one in asked]
+        found = llm.embed(prompts)
+    for number, (prompt, one) in enumerate(zip(prompts, found, strict=True)):
+        inputs = processor(text=[prompt.text.replace(mark_of(prompt), "[IMG]")], images=[picture(number)],
+                           return_tensors="pt", add_special_tokens=False)  # fmt: skip
+        assert prompt.ids == inputs["input_ids"][0].tolist()
+        with torch.inference_mode():
+            states = model.model(**inputs).last_hidden_state[0]
+        np.testing.assert_allclose(one.vector, states.mean(0), atol=2e-4)
+
+
+def mark_of(prompt: Any) -> str:
+    """Return the text of the only picture of Pixtral's in a prompt."""
+    text: str = prompt.text
+    end = "[IMG_END]"
+    return text[text.index("[IMG]") : text.index(end) + len(end)]
+
+
+def test_the_processor_of_pixtral_leaves_no_stand_in_for_modules_of_transformers(tmp_path: Path) -> None:
+    save_family(tmp_path, "Pixtral")
+    assert isinstance(
+        read_processor(tmp_path), sys.modules["transformers.models.pixtral.processing_pixtral"].PixtralProcessor
+    )
+    found = sys.modules.get("transformers.models.pixtral.image_processing_pixtral")
+    assert found is None or found.__name__.endswith("image_processing_pixtral")
+
+
+def test_pixels_of_pixtral_are_those_of_transformers_with_torchvision() -> None:
+    """Pillow rounds and clips a pixel after each direction, torchvision after both; noise is the worst case."""
+    pytest.importorskip("torchvision", reason="transformers' processor of Pixtral needs it")
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+    from transformers.models.pixtral.image_processing_pixtral import PixtralImageProcessor
+
+    for edge, patch in ((48, 4), (1024, 16), (1540, 28)):
+        settings: Any = {"size": {"longest_edge": edge}, "patch_size": {"height": patch, "width": patch}}
+        own, expected = PixtralImageProcessorPil(**settings), PixtralImageProcessor(**settings)
+        for number in range(5):
+            found, made = (one([picture(number)], return_tensors="np") for one in (own, expected))
+            assert found["image_sizes"].tolist() == made["image_sizes"].tolist()
+            apart = np.abs(np.asarray(found["pixel_values"]) - made["pixel_values"]) * 255 * max(own.image_std)
+            assert apart.mean() < 0.5
+            assert np.quantile(apart, 0.97) < 2.01

@@ -151,7 +151,6 @@ def test_two_ranks_answer_as_one(saved: Any) -> None:
     ("name", "why"),
     [
         ("GraniteSpeech", "sounds need an adapter beside the weights"),
-        ("Qwen2_5OmniThinker", "sounds with positions of three axes"),
     ],
 )
 def test_sound_that_would_go_another_way_is_refused_by_name(name: str, why: str) -> None:

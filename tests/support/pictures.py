@@ -186,6 +186,25 @@ def _internvl() -> tuple[Any, Any]:
     return model, ("InternVLProcessor", images, tokens, {"image_seq_length": 9})
 
 
+def _pixtral(name: str, merge: int) -> tuple[Any, Any]:
+    import transformers
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    vision = {**VISION, "model_type": "pixtral", "image_size": 48, "patch_size": 4}
+    mark = {"image_token_index": number_of("[IMG]")}
+    if name == "Llava":
+        mark |= {"image_token_id": number_of("[IMG]"), "vision_feature_select_strategy": "full"}
+    more = {"spatial_merge_size": merge} if merge > 1 else {}
+    text = {**TEXT, "model_type": "mistral"}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config=vision, vision_feature_layer=-1, **mark, **more
+    )
+    images = PixtralImageProcessorPil(size={"longest_edge": 48 // merge * merge}, patch_size={"height": 4, "width": 4})
+    written = {"patch_size": 4, "spatial_merge_size": merge}
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    return model, ("PixtralProcessor", images, {"image_token": "[IMG]"}, written)
+
+
 QWEN3 = {"head_dim": 8, "rope_parameters": MROPE}
 QWEN3_VISION = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32, "num_position_embeddings": 64}
 DEEP = {**QWEN3_VISION, "deepstack_visual_indexes": [0]}
@@ -218,6 +237,8 @@ FAMILIES: dict[str, Family] = {
     "Idefics 3": Family(lambda: _idefics("Idefics3"), "<image>"),
     "SmolVLM": Family(lambda: _idefics("SmolVLM"), "<image>"),
     "InternVL 3": Family(_internvl, "<IMG_CONTEXT>"),
+    "Pixtral": Family(lambda: _pixtral("Llava", 1), "[IMG]", settings={"pages": 600}),
+    "Mistral 3": Family(lambda: _pixtral("Mistral3", 2), "[IMG]"),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,16 +122,19 @@ def sound_conversations(count: int) -> list[tuple[list[dict[str, Any]], list[int
     return made
 
 
-def sound_inputs(folder: Path, processor: Any, messages: Any, numbers: Sequence[int], **options: Any) -> Any:
-    """Return the inputs of transformers' model for a conversation: clips as transformers loads them."""
+def loaded_clip(number: int) -> Any:
+    """Return the samples of a clip as transformers loads them."""
     from transformers.audio_utils import load_audio
 
+    form = CLIPS[number % len(CLIPS)][3].lower()
+    url = f"data:audio/{form};base64,{base64.b64encode(clip(number)).decode()}"
+    return load_audio(url, sampling_rate=RATE, backend="soundfile")
+
+
+def sound_inputs(folder: Path, processor: Any, messages: Any, numbers: Sequence[int], **options: Any) -> Any:
+    """Return the inputs of transformers' model for a conversation."""
     text = Text(folder).chat(with_media(messages)[0], **options)
-    kinds: Mapping[str, str] = {"WAV": "wav", "MP3": "mp3", "FLAC": "flac"}
-    loaded = []
-    for one in numbers:
-        url = f"data:audio/{kinds[CLIPS[one % len(CLIPS)][3]]};base64,{base64.b64encode(clip(one)).decode()}"
-        loaded.append(load_audio(url, sampling_rate=RATE, backend="soundfile"))
+    loaded = [loaded_clip(one) for one in numbers]
     more = {"audio": loaded, "sampling_rate": RATE} if loaded else {}
     return processor(text=[text], return_tensors="pt", add_special_tokens=False, **more)
 

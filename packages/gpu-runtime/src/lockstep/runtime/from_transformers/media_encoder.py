@@ -6,7 +6,7 @@
 
 All models with pictures in the library have `get_image_features`, which takes the arrays of the model's processor. The
 decoder gets embeddings in place of token ids. Qwen-VL also adds features behind the first layers, and has positions
-along time, height and width (`get_rope_index`). Models with sound have no such method in common (Qwen2-Audio has none):
+along time, height and width (`places.py`). Models with sound have no such method in common (Qwen2-Audio has none):
 which features are padding, and where the others go, is in their `forward`.
 """
 
@@ -24,12 +24,12 @@ from torch import Tensor
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import PromptSpan
 from lockstep.host.media.content import EncoderInput
+from lockstep.runtime.from_transformers import places
 
 FEATURES = {"image": "get_image_features", "video": "get_video_features"}
 GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
-SECONDS = "second_per_grid_ts"  # between two patches of a video along time
-KINDS_OF_TOKENS = {"image": 1, "video": 2}  # in `mm_token_type_ids` of the library
 SOUND = "input_features"  # argument of models with sound
+ROPE_INDEX = "get_rope_index"  # method of models with positions of three axes
 
 
 def served_kinds(kind: Any, base: Any, config: Any) -> tuple[tuple[str, ...], list[str]]:
@@ -53,8 +53,10 @@ def served_kinds(kind: Any, base: Any, config: Any) -> tuple[tuple[str, ...], li
 
 def _refusals(kind: str, base: Any, config: Any) -> Iterator[str]:
     shown = {"image": "pictures", "audio": "sounds", "video": "videos"}[kind]
-    if kind == "audio" and hasattr(base, "get_rope_index"):
-        yield f"{shown} with positions of three axes"
+    if hasattr(base, ROPE_INDEX):
+        yield from (
+            f"{shown} with {why}" for why in places.refusals(_arguments(getattr(base, ROPE_INDEX)), kind, config)
+        )
     if kind == "audio" and getattr(config, "has_lora_adapter", False):
         yield f"{shown} need an adapter beside the weights, for prompts with any (`has_lora_adapter`)"
     if "token_type_ids" in inspect.signature(base.forward).parameters:
@@ -95,11 +97,13 @@ class LibraryEncoder:
 
     def __init__(self, base: Any, dtype: torch.dtype, device: torch.device) -> None:
         self._base, self._dtype, self._device = base, dtype, device
-        self._placeholders = {kind: placeholder_of(base.config, kind) for kind in FEATURES}
+        self._placeholders = {kind: placeholder_of(base.config, kind) for kind in ("image", "video", "audio")}
         self._embed = base.get_input_embeddings()
         self._accepted = {kind: _arguments(getattr(base, name, None)) for kind, name in FEATURES.items()}
         self._of_forward = _arguments(base.forward)
-        self._axes = getattr(base, "get_rope_index", None)
+        self._axes: places.AxesOfMedia | None = None
+        if (method := getattr(base, ROPE_INDEX, None)) is not None:
+            self._axes = places.AxesOfMedia(method, _arguments(method), base.config, self._placeholders)
 
     @property
     def token_bytes(self) -> int:
@@ -115,6 +119,8 @@ class LibraryEncoder:
         Raises: ConfigError for a content that does not fit the model.
         """
         ids = torch.from_numpy(np.frombuffer(content.ids, "<i4").astype(np.int64)).to(self._device)
+        if self._axes is not None:
+            self._axes.check(content)
         if content.kind == "audio":
             return self._forwarded(ids, content), ()
         accepted = self._accepted[content.kind]
@@ -155,21 +161,7 @@ class LibraryEncoder:
 
     def places(self, spans: Sequence[tuple[PromptSpan, EncoderInput]], tokens: int) -> NDArray[np.int64] | None:
         """Return positions of three axes, int64 [3, tokens], of a prompt; None: the model has one axis."""
-        if self._axes is None:
-            return None
-        kinds = torch.zeros((1, tokens), dtype=torch.int32)
-        found: dict[str, list[Tensor]] = {}
-        for span, content in spans:
-            ids = torch.from_numpy(np.frombuffer(content.ids, "<i4").copy())
-            number = KINDS_OF_TOKENS[content.kind]
-            kinds[0, span.start : span.stop] = torch.where(ids == self._placeholders[content.kind], number, 0)
-            for name in (GRIDS[content.kind], SECONDS):
-                if name in content.arrays:
-                    found.setdefault(name, []).append(torch.from_numpy(content.arrays[name].numpy().copy()))
-        given = {name: torch.cat(parts) for name, parts in found.items()}
-        axes, _ = self._axes(torch.zeros((1, tokens), dtype=torch.int64), mm_token_type_ids=kinds, **given)
-        places: NDArray[np.int64] = axes[:, 0].numpy()
-        return places
+        return None if self._axes is None else self._axes.of(spans, tokens)
 
 
 class _Reached(Exception):

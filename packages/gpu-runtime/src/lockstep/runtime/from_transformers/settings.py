@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.media.thinker import thinker_of
 from lockstep.host.quantization import FIELD
 from lockstep.runtime.from_transformers.media_encoder import served_kinds
 from lockstep.runtime.from_transformers.mixers import has_mixers
@@ -53,9 +54,11 @@ def read_library_model(config: Mapping[str, Any]) -> LibraryModel:
     """Return the model that a config.json describes. No code of a folder runs: the library must have the model.
 
     A model with media is read with them, or as its text if they cannot be served and the library has a class for it.
+    Of a whole Qwen-Omni model it is the thinker.
 
     Raises: ConfigError with everything because of which it cannot run here.
     """
+    config = thinker_of(config)
     read = ConfigReader(config)
     names = read.texts("architectures")
     read.check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,11 @@ from numpy.typing import NDArray
 RATIO_MAX = 200  # of the sides of a frame
 MEANS = {"Qwen2VLVideoProcessor": "OPENAI_CLIP", "Qwen3VLVideoProcessor": "IMAGENET_STANDARD"}
 """Classes of transformers whose work is done here, and the names of their usual means and deviations."""
+OF_MODELS = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_omni_moe"), "Qwen2VLVideoProcessor"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "Qwen3VLVideoProcessor"),
+}
+"""`model_type` -> the class, for folders that name none. transformers empties its own table without torchvision."""
 SIZES = {
     "Qwen2VLVideoProcessor": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
     "Qwen3VLVideoProcessor": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
@@ -90,9 +96,19 @@ class PillowFrames:
         self.fps = self._made["fps"]
         self.min_frames, self.max_frames = int(self._made["min_frames"]), int(self._made["max_frames"])
 
-    def __call__(self, videos: Sequence[Any], video_metadata: Any = None, **_: Any) -> dict[str, Any]:
-        """Return the arrays for videos, uint8 [frames, height, width, 3] each, and their metadata."""
-        made = [self._patches(np.asarray(one)) for one in videos]
+    def __call__(
+        self, videos: Sequence[Any], video_metadata: Any = None, size: Mapping[str, int] | None = None, **_: Any
+    ) -> dict[str, Any]:
+        """Return the arrays for videos, uint8 [frames, height, width, 3] each, and their metadata.
+
+        Args:
+            size: least and most pixels, which the processor of Qwen-Omni gives, whatever the folder has.
+        """
+        sized = self
+        if size is not None:
+            sized = copy(self)
+            sized._least, sized._most = int(size["shortest_edge"]), int(size["longest_edge"])
+        made = [sized._patches(np.asarray(one)) for one in videos]
         return {
             "pixel_values_videos": np.concatenate([patches for patches, _ in made]),
             "video_grid_thw": np.array([grid for _, grid in made], np.int64),

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -26,15 +28,22 @@ import numpy as np
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import PromptSpan
 from lockstep.host.media.content import EncoderInput, MediaPrompt, content_of
-from lockstep.host.media.frames import MEANS, FrameSampling, PillowFrames, VideoFrames
+from lockstep.host.media.frames import MEANS, OF_MODELS, FrameSampling, PillowFrames, VideoFrames
 from lockstep.host.media.kinds import KINDS, Kind
+from lockstep.host.media.thinker import FRAMES_MASK, STARTS, SUFFIX, is_thinker, thinker_of
 
 NOT_OF_THE_ENCODER = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"))
 TOGETHER = "batch_num_images"
 """An argument of encoders (LLaVA-OneVision) whose features of an image depend on the number of images beside it."""
 FILES = ("preprocessor_config.json", "processor_config.json")
 VIDEO_FILE = "video_preprocessor_config.json"
+PIXTRAL = "transformers.models.pixtral"
+PILLOW_TWINS = {
+    f"{PIXTRAL}.processing_pixtral": (f"{PIXTRAL}.image_processing_pixtral", f"{PIXTRAL}.image_processing_pil_pixtral")
+}
+"""Module of a processor -> a module that it imports, which needs torchvision, and one that has the same function."""
 FRAMES_PER_S = 2.0  # of a video, for a processor that states no rate
+SPECTRUM = "input_features"  # array of an audio clip, [1, bins, frames]
 
 
 class MediaError(Exception):
@@ -87,20 +96,22 @@ def read_processor(folder: Path) -> Any:
 def _processor_name(config: Mapping[str, Any]) -> str:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    return str(PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")), ""))
+    return str(PROCESSOR_MAPPING_NAMES.get(_model_type(config), ""))
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    """Return the type of the whole model, by which transformers lists processors."""
+    return str(config.get("model_type")).removesuffix(SUFFIX)
 
 
 def _frames(folder: Path, config: Mapping[str, Any], read: Mapping[str, Any]) -> PillowFrames | None:
     """Return a processor of videos; None for a class that is not done here."""
-    from transformers.models.auto.auto_mappings import VIDEO_PROCESSOR_MAPPING_NAMES
-
     given = dict(read)
     if (folder / VIDEO_FILE).is_file():
         given = json.loads((folder / VIDEO_FILE).read_bytes())
     elif isinstance(inner := read.get("video_processor"), Mapping):
         given = dict(inner)
-    usual = VIDEO_PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type"))) or {}
-    name = str(given.get("video_processor_type") or usual.get("torchvision"))
+    name = str(given.get("video_processor_type") or OF_MODELS.get(_model_type(config)))
     return PillowFrames(name, given) if name in MEANS else None
 
 
@@ -113,7 +124,8 @@ def with_own_videos(name: str) -> Any:
     if where is None:
         raise ValueError(f"transformers {transformers.__version__} has no processor `{name}`")
     where = where if where.startswith("transformers.") else f"transformers.{where}"
-    kind: Any = getattr(import_module(where), name)
+    with _by_pillow(PILLOW_TWINS.get(where)):
+        kind: Any = getattr(import_module(where), name)
 
     class WithOwnVideos(kind):  # type: ignore[misc]  # a class that is known at run time
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -124,6 +136,19 @@ def with_own_videos(name: str) -> Any:
 
     WithOwnVideos.__name__ = name
     return WithOwnVideos
+
+
+@contextmanager
+def _by_pillow(twins: tuple[str, str] | None) -> Iterator[None]:
+    """Let imports of the first module of two find the second one."""
+    if twins is None or twins[0] in sys.modules:
+        yield
+        return
+    sys.modules[twins[0]] = import_module(twins[1])
+    try:
+        yield
+    finally:
+        del sys.modules[twins[0]]
 
 
 class _Mark(NamedTuple):
@@ -156,9 +181,10 @@ class MediaProcessor:
             why = " ".join(str(error).split())[:300]
             raise ConfigError(f"the processor of {folder} cannot be made: {type(error).__name__}: {why}") from error
         try:
-            config = json.loads((folder / "config.json").read_bytes())
+            config = thinker_of(json.loads((folder / "config.json").read_bytes()))
         except (OSError, ValueError) as error:
             raise ConfigError(f"config.json of {folder} cannot be read: {error}") from error
+        self._starts = {kind: config.get(name) for kind, name in STARTS.items()} if is_thinker(config) else {}
         self._marks: dict[str, _Mark] = {}
         lacking = ""
         for kind, part, first in (
@@ -237,7 +263,20 @@ class MediaProcessor:
             spans.append(PromptSpan(start, stop, kind, content.digest, content.positions))
             contents[content.digest] = content
             at += count
+        if self._starts:
+            self._check_surrounded(ids, spans)
         return MediaPrompt(written, ids, tuple(spans), tuple(contents.values()))
+
+    def _check_surrounded(self, ids: Sequence[int], spans: Sequence[PromptSpan]) -> None:
+        """Raise MediaError for a medium without its start token in front of it, and a token of its own behind it."""
+        nexts = [span.start - 1 for span in spans[1:]] + [len(ids)]
+        for number, (span, behind) in enumerate(zip(spans, nexts, strict=True)):
+            if not span.start or ids[span.start - 1] != self._starts[span.kind] or span.stop >= behind:
+                raise MediaError(
+                    f"the chat template must write a medium between the tokens of its start "
+                    f"(`{STARTS[span.kind]}` of config.json) and its end, by which this model counts positions",
+                    number,
+                )
 
     def _prepared(self, kind: Kind, value: Any, number: int) -> tuple[str, int, dict[str, Any]]:
         """Return the text that replaces the mark of a medium, its number of placeholders, and the encoder's arrays."""
@@ -272,6 +311,9 @@ class MediaProcessor:
         if not count:
             raise MediaError(f"the model's processor gives the {shown} no positions", number)
         arrays = {name: np.asarray(value) for name, value in made.items() if name not in NOT_OF_THE_ENCODER}
+        if self._starts and FRAMES_MASK in arrays:  # padding up to five minutes, which the thinker passes over
+            frames = int(arrays[FRAMES_MASK].sum())
+            arrays |= {name: arrays[name][..., :frames] for name in (SPECTRUM, FRAMES_MASK)}
         return replaced["replacement"], count, arrays
 
 
