@@ -27,7 +27,7 @@ import torch
 from lockstep.host.cache_moves import Move
 from lockstep.host.page_store import FolderStore
 from lockstep.runtime import LLM, Params
-from lockstep.runtime.tiers.mover import CpuCopies, CudaCopies, make_host_pages
+from lockstep.runtime.tiers.mover import CpuCopies, CudaCopies, make_host_blocks
 from lockstep.runtime.tiers.page_parts import parts_of
 
 PAGE_SIZE = 16
@@ -109,8 +109,12 @@ def copies(llm: LLM, count: int) -> None:
     """Print the rates of copies between the pool and host pages, and of a folder."""
     executor: Any = llm.host.executor
     parts, gpu = parts_of(executor.attention.pool), llm.model.device.type == "cuda"
-    host = make_host_pages(count, parts.size, pinned=gpu)
-    by = CudaCopies(parts, host, executor.lane) if gpu else CpuCopies(parts, host)
+    host = make_host_blocks(count, parts.size, pinned=gpu)
+    by = (
+        CudaCopies({"page": parts}, {"page": host}, executor.lane)
+        if gpu
+        else CpuCopies({"page": parts}, {"page": host})
+    )
     order = np.random.default_rng(1).permutation(count).astype(np.int32)
     move, size = Move("write", 0, order, order[::-1].copy()), count * parts.size
     source, target = torch.empty(size, dtype=torch.uint8).random_(), torch.empty(size, dtype=torch.uint8)

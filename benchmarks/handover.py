@@ -24,7 +24,7 @@ from lockstep.host.engine_options import TransferTransport
 from lockstep.host.handover.kv import Fetch
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.stages import RankPlace
-from lockstep.runtime.tiers.page_parts import parts_of
+from lockstep.runtime.transfer.blocks import sent_blocks
 from lockstep.runtime.transfer.rank import RankPages
 
 PAGE_SIZE, LAYERS, KV_HEADS, HEAD_DIM = 16, 4, 2, 64  # of the demo model
@@ -66,7 +66,7 @@ def pages_of(transport: TransferTransport, count: int, checked: bool) -> RankPag
     """Return the pages of a pool of the demo model."""
     pool = KvPool(LAYERS, 2 * count, PAGE_SIZE, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
     about = {"place": RankPlace(0), "kv_heads": KV_HEADS}
-    made = RankPages(parts_of(pool), PAGE_SIZE, **about, model="demo", transport=transport, checksums=checked)
+    made = RankPages(sent_blocks(pool), PAGE_SIZE, **about, model="demo", transport=transport, checksums=checked)
     if checked:
         return made
     for tensor in (*pool.keys, *pool.values):

@@ -16,7 +16,7 @@ from benchmarks.gpu_check import shapes
 from benchmarks.gpu_check.decode import release
 from benchmarks.gpu_check.section import Section
 from lockstep.runtime import LLM, Params
-from lockstep.runtime.tiers.mover import CpuCopies, CudaCopies, make_host_pages
+from lockstep.runtime.tiers.mover import CpuCopies, CudaCopies, make_host_blocks
 from lockstep.runtime.tiers.page_parts import parts_of
 
 GREEDY = Params(max_new_tokens=8, ignore_eos=True)
@@ -84,8 +84,12 @@ def rates(section: Section, folder: Path, usual: dict[str, Any]) -> None:
     with LLM(folder, **usual) as llm:
         executor: Any = llm.host.executor
         parts, count = parts_of(executor.attention.pool), usual["pages"] * 3 // 4
-        host = make_host_pages(count, parts.size, pinned=section.gpu)
-        copies = CudaCopies(parts, host, executor.lane) if section.gpu else CpuCopies(parts, host)
+        host = make_host_blocks(count, parts.size, pinned=section.gpu)
+        copies = (
+            CudaCopies({"page": parts}, {"page": host}, executor.lane)
+            if section.gpu
+            else CpuCopies({"page": parts}, {"page": host})
+        )
         pages = np.arange(count, dtype=np.int32)
         move = Move("write", 0, pages, pages)
         for name, copy in (("to host", lambda: copies.start_write(move)()), ("from host", lambda: copies.load(move))):

@@ -27,7 +27,7 @@ from lockstep.host.handover.kv import Fetch
 from lockstep.runtime import LLM, Params
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.stages import RankPlace
-from lockstep.runtime.tiers.page_parts import parts_of
+from lockstep.runtime.transfer.blocks import sent_blocks
 from lockstep.runtime.transfer.rank import RankPages
 from tests.support.model_engines import engines
 
@@ -78,7 +78,7 @@ def pages(section: Section, name: TransferTransport) -> None:
     for tensor in (*pools[0].keys, *pools[0].values):
         tensor.normal_()
     about: dict[str, Any] = {"place": RankPlace(0), "kv_heads": model[1], "model": "shape", "transport": name}
-    sender, receiver = (RankPages(parts_of(pool), 16, **about, checksums=True) for pool in pools)
+    sender, receiver = (RankPages(sent_blocks(pool), 16, **about, checksums=True) for pool in pools)
     rng = np.random.default_rng(1)
     order, into = (rng.permutation(PAGES).astype(np.int32) for _ in range(2))
     place = sender.open_staging(0)

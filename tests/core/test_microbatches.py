@@ -156,7 +156,6 @@ def test_settings_of_stages_need_stages(name: str) -> None:
     [
         ({"pp": 0}, {}, "pp"),
         ({"pp": 2, "swa_full_tokens_ratio": 0.5}, {}, "swa_full_tokens_ratio"),
-        ({"pp": 2, "draft_model": "small"}, {}, "draft_model"),
         ({"pp": 2, "cuda_graphs": "eager"}, {}, "cuda_graphs"),
         ({"pp": 2}, {"decode_steps_per_launch": 2}, "decode_steps_per_launch"),
     ],

@@ -96,9 +96,8 @@ def test_a_draft_model_in_stages_changes_no_token(name: str, folders: dict[str, 
     with LLM(folders[SAME], journal=tmp_path / "journal", rank_timeout_s=300, **options) as llm:
         check_answers([llm], asked, expected)
         drafts = llm.stats().drafts
-        divided = layers_of_stages(
-            5, options["pp"], layers_beside(settings_of(folders[SAME], folders[drafter])), first=True
-        )
+        beside = layers_beside(settings_of(folders[SAME], folders[drafter]))
+        divided = layers_of_stages(MODEL["num_hidden_layers"], options["pp"], beside, first=True)
         assert llm.model.first_layer == sum(divided[:-1])
     assert retracted_in(tmp_path / "journal", llm.host.engine.digest, llm.config.microbatches)
     check_kept(drafter, drafts, share)

@@ -35,7 +35,7 @@ from lockstep.runtime.stages import RankPlace, StageLinks  # noqa: E402
 from lockstep.runtime.tiers.identity import Identity  # noqa: E402
 from lockstep.runtime.tiers.mover import HostMover  # noqa: E402
 from lockstep.runtime.tiers.page_parts import PageParts  # noqa: E402
-from lockstep.runtime.transfer.blocks import Blocks, parts_in  # noqa: E402
+from lockstep.runtime.transfer.blocks import SentBlocks, parts_in  # noqa: E402
 from lockstep.runtime.transfer.rank import RankPages  # noqa: E402
 from lockstep.runtime.transfer.transports import TransferFailed, make_staging, open_reader  # noqa: E402
 from lockstep.runtime.weights_group import WeightsGroup  # noqa: E402
@@ -277,7 +277,7 @@ def test_pages_go_from_gpu_to_gpu(gpu: FakeCuda, transport: Any, registers: bool
         before = [tensor.cpu() for _, tensor in taken]
         more: dict[str, Any] = {"place": RankPlace(0), "kv_heads": 2, "model": "m", "checksums": True}
         sender, receiver = (
-            RankPages([Blocks("page", pages, parts_in(pages))], 4, transport=transport, **more)
+            RankPages([SentBlocks("page", pages, parts_in(pages))], 4, transport=transport, **more)
             for pages in (source, target)
         )
         places = (sender.open_staging(0),)

@@ -41,6 +41,7 @@ from lockstep.runtime import (  # noqa: E402
     assembly,
     attention,
     executor,
+    trial_draws,
 )
 from lockstep.runtime.assembly import PassKernels, make_executor  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
@@ -632,7 +633,7 @@ def test_memory_is_measured_with_rows_that_use_every_step_of_sampling(
             drawn.append(self.table)
             return super().sample(*args, **kwargs)
 
-    monkeypatch.setattr(assembly, "Sampler", Recording)
+    monkeypatch.setattr(trial_draws, "Sampler", Recording)
     monkeypatch.setattr(assembly, "size_pool", lambda *, largest_pass, **sizes: largest_pass() or memory(**sizes))
     with LLM(folder, random_weights=3, **SMALL) as llm:
         running = llm.config.max_running_requests

@@ -213,7 +213,8 @@ class Outbox:
 
     def _transfer_figures(self) -> TransferFigures | None:
         """Return the totals of transfers that were received; None if the engine receives none."""
-        return None if self.transfers is None else TransferFigures(*astuple(self.transfers))
+        counts = self.transfers
+        return None if counts is None else TransferFigures(counts.done, counts.failed, counts.pages)
 
     def _tier_figures(self) -> TierFigures | None:
         """Return the totals of moves between the tiers; None if the engine has none below the device."""

@@ -176,7 +176,7 @@ def read_settings(
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsRead:
+class PassWeights:
     """Bytes of weights that one pass of a whole model reads.
 
     Args:
@@ -188,7 +188,7 @@ class WeightsRead:
     logits: int
 
 
-def weights_read(folder: str | Path, backend: ModelBackend = "auto") -> WeightsRead:
+def weights_read(folder: str | Path, backend: ModelBackend = "auto") -> PassWeights:
     """Return the bytes of the weights of a folder's model, by its config.json alone. Raises ConfigError."""
     config, _ = _split_widened(_with_other_files(read_config(Path(folder)), Path(folder)))
     model = _builder(config, backend)(config, Maker(ConfigReader(config).dtype(), torch.device("meta"), Parallel()))
@@ -197,7 +197,7 @@ def weights_read(folder: str | Path, backend: ModelBackend = "auto") -> WeightsR
         kind = next((name for name in ("embed_tokens", "lm_head") if name in one.name), "layers")
         sizes[kind] += one.into.numel() * one.into.element_size()
     logits = sizes["lm_head"] or sizes["embed_tokens"]
-    return WeightsRead(sizes["layers"], sizes["layers"] / model.settings.layers, logits)
+    return PassWeights(sizes["layers"], sizes["layers"] / model.settings.layers, logits)
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype:

@@ -29,12 +29,12 @@ OF_LAYER = re.compile(r"model (keys|values) ([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class SentBlocks:
     """Blocks of one kind on one rank, or one piece of each.
 
     Args:
         memory: the parts of a block, by the number of the page or slot.
-        parts: the same, as other engines know them.
+        parts: the same, as layouts of other engines name them.
     """
 
     kind: BlockKind
@@ -53,7 +53,7 @@ def sent_blocks(
     canary: Canary | None = None,
     first_layer: int = 0,
     scales: Sequence[tuple[float, float]] | None = None,
-) -> tuple[Blocks, ...]:
+) -> tuple[SentBlocks, ...]:
     """Return the blocks of an executor's memory, full pages first.
 
     Args:
@@ -61,8 +61,8 @@ def sent_blocks(
         scales: of keys and values that are stored in fp8, by layer of the pool; None: KV is stored as it is.
     """
 
-    def in_pages(kind: BlockKind, memory: PageParts) -> Blocks:
-        return Blocks(kind, memory, parts_in(memory, first_layer, scales))
+    def in_pages(kind: BlockKind, memory: PageParts) -> SentBlocks:
+        return SentBlocks(kind, memory, parts_in(memory, first_layer, scales))
 
     found = [in_pages("page", parts_of(pool, drafter, canary))]
     if pool.sliding:
@@ -86,10 +86,10 @@ def _pieces(states: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor
     yield some
 
 
-def _piece(tensors: list[tuple[str, Tensor]]) -> Blocks:
+def _piece(tensors: list[tuple[str, Tensor]]) -> SentBlocks:
     memory = PageParts(tensors)
     parts = tuple(LayoutPart(one.name, str(one.tensor.dtype), one.offset, one.size, 0) for one in memory.parts)
-    return Blocks("state", memory, parts)
+    return SentBlocks("state", memory, parts)
 
 
 def parts_in(

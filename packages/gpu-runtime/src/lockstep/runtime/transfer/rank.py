@@ -30,7 +30,7 @@ from lockstep.host.handover.kv import Fetch, Int32s
 from lockstep.host.handover.wire import PageLayout, StagingPlace, blocks_in
 from lockstep.runtime.stages import RankPlace
 from lockstep.runtime.tiers.page_parts import WORDS, words_of
-from lockstep.runtime.transfer.blocks import Blocks
+from lockstep.runtime.transfer.blocks import SentBlocks
 from lockstep.runtime.transfer.slices import PartCopy, Sources, sources_of
 from lockstep.runtime.transfer.transports import (
     SLOT_BYTES,
@@ -67,7 +67,7 @@ class RankPages:
 
     def __init__(
         self,
-        blocks: Sequence[Blocks],
+        blocks: Sequence[SentBlocks],
         page_size: int,
         *,
         place: RankPlace,
