@@ -74,7 +74,8 @@ class AxesOfMedia:
 
     def check(self, content: EncoderInput) -> None:
         """Raise ConfigError for a content whose positions are no whole numbers, for which there is no room."""
-        span = PromptSpan(1, 1 + content.positions, content.kind, content.digest, content.positions)
+        kind: Any = content.kind
+        span = PromptSpan(1, 1 + content.positions, kind, content.digest, content.positions)
         found = self._found([(span, content)], content.positions + 2)
         if found.is_floating_point() and not bool((found == found.round()).all()):
             raise ConfigError(f"the positions of the {content.kind} are no whole numbers")
