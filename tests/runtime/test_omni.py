@@ -42,7 +42,7 @@ from tests.support.sounds import RATE, loaded_clip, sound_file, sound_part  # no
 ROOM = {"pages": 1200}
 MIXED = (
     [("audio", 1), ("image", 2)],
-    [("image", 0), ("audio", 1), ("image", 3)],
+    [("image", 4), ("audio", 1), ("image", 1)],
     [("video", 0), ("audio", 4), ("image", 1)],
     [("audio", 3), ("video", 2)],
     [("audio", 2)],
