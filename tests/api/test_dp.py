@@ -475,7 +475,7 @@ def test_each_data_parallel_rank_is_an_engine_with_one_gpu() -> None:
         ({**RANKS, "dp": 2}, "`dp` is 2, but `attention_dp` is 2: a server has one engine of data-parallel ranks"),
         (
             {**RANKS, "prefill_engines": 1, "decode_engines": 1, "decode_tp": 1},
-            "`attention_dp` is 2, and prefill and decode engines have different `tp`",
+            "`attention_dp` is 2 and `tp` is 1: each rank has the attention of one GPU",
         ),
         ({**RANKS, "emulate": "qwen3-8b@h200"}, "`attention_dp` is for a model"),
         ({**RANKS, "lora": {"a": "folder"}}, "`lora` is .*, but `attention_dp` is 2: MLPs compute the rows"),
