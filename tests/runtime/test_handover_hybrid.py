@@ -37,7 +37,7 @@ from lockstep.runtime.stages import RankPlace  # noqa: E402
 from lockstep.runtime.states.pool import StatePart, StateTensors  # noqa: E402
 from lockstep.runtime.tiers.page_parts import PageParts  # noqa: E402
 from lockstep.runtime.transfer import blocks as blocks_module  # noqa: E402
-from lockstep.runtime.transfer.blocks import Blocks, sent_blocks  # noqa: E402
+from lockstep.runtime.transfer.blocks import SentBlocks, sent_blocks  # noqa: E402
 from lockstep.runtime.transfer.lead import EngineTransport, SlotSender  # noqa: E402
 from lockstep.runtime.transfer.rank import RankPages  # noqa: E402
 from lockstep.runtime.transfer.slices import heads_of, sources_of  # noqa: E402
@@ -423,12 +423,12 @@ def read_early(prefill: LLM) -> None:
     executor.launch, own.stage = launched, stage_early  # type: ignore[method-assign]
 
 
-def without_tags(blocks: tuple[Blocks, ...]) -> tuple[Blocks, ...]:
+def without_tags(blocks: tuple[SentBlocks, ...]) -> tuple[SentBlocks, ...]:
     """Leave out the tags of the canary beside full pages."""
     left = [blocks[0]]
     for one in blocks[1:]:
         tensors = [(part.name, part.tensor) for part in one.memory.parts if part.name != "tags"]
-        left.append(Blocks(one.kind, PageParts(tensors), one.parts[: len(tensors)]))
+        left.append(SentBlocks(one.kind, PageParts(tensors), one.parts[: len(tensors)]))
     return tuple(left)
 
 

@@ -21,7 +21,7 @@ from lockstep.runtime import LLM  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.stages import RankPlace  # noqa: E402
 from lockstep.runtime.tiers.page_parts import PageParts, parts_of  # noqa: E402
-from lockstep.runtime.transfer.blocks import Blocks, parts_in  # noqa: E402
+from lockstep.runtime.transfer.blocks import SentBlocks, parts_in  # noqa: E402
 from lockstep.runtime.transfer.lead import EngineTransport  # noqa: E402
 from lockstep.runtime.transfer.rank import RankPages  # noqa: E402
 from lockstep.runtime.transfer.slices import heads_of, sources_of  # noqa: E402
@@ -118,7 +118,7 @@ def rank_of(
             pool.values[number][:PAGES] = full[2 * layer + 1][:, :, own.start : own.stop]
     named = [(one.name, one.tensor) for one in parts_of(pool).parts]
     pages = PageParts([*named, ("tags", tags)])
-    blocks = [Blocks("page", pages, parts_in(pages, layers.start, scales))]
+    blocks = [SentBlocks("page", pages, parts_in(pages, layers.start, scales))]
     made = RankPages(blocks, PAGE_SIZE, place=place, kv_heads=HEADS, model="m", checksums=True)
     return made, pool, tags
 
