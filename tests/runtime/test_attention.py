@@ -27,7 +27,7 @@ from lockstep.runtime.attention.reference import ReferenceAttention  # noqa: E40
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.quantized.fp8 import to_fp8  # noqa: E402
 from tests.runtime import flashinfer_signatures  # noqa: E402
-from tests.support.flashinfer_wrappers import RELEASES, Wrapper, fits, flashinfer_module  # noqa: E402
+from tests.support.flashinfer_wrappers import RELEASES, Wrapper, fits, flashinfer_with_events  # noqa: E402
 from tests.support.passes import Pass, make_pass  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -204,24 +204,7 @@ def test_choosing_imports_neither_triton_nor_flashinfer():
 @pytest.fixture
 def flashinfer(monkeypatch):
     """A module of that name with the wrappers above."""
-    module = flashinfer_module()
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-
-    class Event:
-        """An event that happens when it is waited for."""
-
-        waited = 0
-        recorded = False
-
-        def synchronize(self) -> None:
-            Event.waited += self.recorded
-
-        def record(self) -> None:
-            self.recorded = True
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    module.Event = Event
-    return module
+    return flashinfer_with_events(monkeypatch)
 
 
 def test_flashinfer_receives_the_scales_of_kv_in_fp8(flashinfer):

@@ -34,7 +34,7 @@ from lockstep.runtime.pooling import Pooling  # noqa: E402
 from lockstep.runtime.rank_wire import RankSettings  # noqa: E402
 from lockstep.runtime.stages import RankPlace  # noqa: E402
 from tests.support.feature_campaign import most_in_flight  # noqa: E402
-from tests.support.model_engines import CPU, EXPERTS, ranks_of  # noqa: E402
+from tests.support.model_engines import CPU, EXPERTS, answered_alike, ranks_of  # noqa: E402
 from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
 from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402
 
@@ -150,16 +150,7 @@ def check_answers(llms: list[LLM], asked: list[tuple[list[int], Params]], expect
     """Send the requests, most of them to the last engine, cancel some, and compare the others with one plain engine."""
     rng = random.Random(3)
     used = [min(rng.randrange(2 * len(llms)), len(llms) - 1) for _ in asked]
-    pending = [llms[rank].ask(*one) for rank, one in zip(used, asked, strict=True)]
-    cancelled = set(rng.sample(range(len(asked)), len(asked) // 10))
-    for number in cancelled:
-        llms[used[number]].host.cancel(pending[number].answer.request_id)
-    for number, (rank, one) in enumerate(zip(used, pending, strict=True)):
-        ours, theirs = llms[rank].wait(one), expected[number]
-        if number in cancelled and ours.finish_reason == "cancelled":
-            assert ours.token_ids == theirs.token_ids[: len(ours.token_ids)], number
-            continue
-        assert (ours.finish_reason, ours.token_ids) == (theirs.finish_reason, theirs.token_ids), number
+    answered_alike(llms, used, asked, expected, rng)
 
 
 def check_kept(drafter: str, drafts: DraftCounts, share: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +19,7 @@ from lockstep.runtime.attention.rules import LayerRules  # noqa: E402
 from lockstep.runtime.attention.tree_masks import hidden_bits, path_words  # noqa: E402
 from lockstep.runtime.attention.triton_backend import TritonAttention  # noqa: E402
 from lockstep.runtime.draft_tree import TreeRows, TreeShape, shape_of  # noqa: E402
-from tests.support.flashinfer_wrappers import Wrapper, flashinfer_module  # noqa: E402
+from tests.support.flashinfer_wrappers import Wrapper, flashinfer_with_events  # noqa: E402
 from tests.support.interpreter import mend_products  # noqa: E402
 from tests.support.passes import RULES, Pass, defined_in_trees, make_pass, path_to, with_trees  # noqa: E402
 
@@ -208,18 +207,7 @@ def test_a_packed_mask_has_a_bit_for_each_position() -> None:
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module: ModuleType = flashinfer_module()
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-
-    class Event:
-        """An event that happens when it is waited for."""
-
-        def synchronize(self) -> None: ...
-
-        def record(self) -> None: ...
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    return module
+    return flashinfer_with_events(monkeypatch)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

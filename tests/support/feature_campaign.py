@@ -25,8 +25,8 @@ import msgspec
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import BatchFinished, CloseSession, OpenSession
 from lockstep.core.journal.replay import fold, replay
+from lockstep.host.cache_moves import BlockKind
 from lockstep.host.handover.decode import DecodeSide
-from lockstep.host.handover.wire import BlockKind
 from lockstep.runtime import LLM, Params
 from lockstep.runtime.llm import demo_folder
 from lockstep.runtime.outputs import PendingRequest, RequestOutput

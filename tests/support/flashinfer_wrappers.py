@@ -151,6 +151,28 @@ def flashinfer_module() -> Any:
     return module
 
 
+def flashinfer_with_events(patch: pytest.MonkeyPatch) -> ModuleType:
+    """Install the module beside CUDA events that happen when they are waited for. Returns it; `Event` counts waits."""
+    module: ModuleType = flashinfer_module()
+    patch.setitem(sys.modules, "flashinfer", module)
+
+    class Event:
+        """An event that happens when it is waited for."""
+
+        waited = 0
+        recorded = False
+
+        def synchronize(self) -> None:
+            Event.waited += self.recorded
+
+        def record(self) -> None:
+            self.recorded = True
+
+    patch.setattr(torch.cuda, "Event", Event)
+    module.Event = Event  # type: ignore[attr-defined]  # of the stand-in alone, for tests that count waits
+    return module
+
+
 def flashinfer_alone(patch: pytest.MonkeyPatch) -> ModuleType:
     """Install the module, with a compiler and without Triton: everything is computed by torch. Returns it."""
     module: ModuleType = flashinfer_module()

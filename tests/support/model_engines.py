@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import msgspec
 
 from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.prefill import PrefillSide
-from lockstep.runtime import LLM
+from lockstep.runtime import LLM, Params, RequestOutput
 from lockstep.runtime.data_ranks import DataRank
 from lockstep.runtime.engine_config import EngineConfig
 from tests.support.small_runtime import SMALL_QWEN3
@@ -149,3 +150,30 @@ def ranks_in_roles(
         for llm in seconds:
             in_rooms(llm, rooms, ranks[0])
         yield firsts, seconds
+
+
+def answered_alike(
+    llms: list[LLM],
+    used: list[int],
+    asked: list[tuple[list[int], Params]],
+    expected: list[RequestOutput],
+    rng: random.Random,
+) -> list[RequestOutput]:
+    """Send requests to engines, cancel every tenth, and compare the others with the answers of one plain engine.
+
+    Args:
+        used: the engine of each request.
+        expected: the answer to each, by one plain engine.
+    Returns: the answers; those of cancelled requests may be shorter.
+    """
+    pending = [llms[rank].ask(*one) for rank, one in zip(used, asked, strict=True)]
+    cancelled = set(rng.sample(range(len(asked)), len(asked) // 10))
+    for number in cancelled:
+        llms[used[number]].host.cancel(pending[number].answer.request_id)
+    found = [llms[rank].wait(one) for rank, one in zip(used, pending, strict=True)]
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if number in cancelled and ours.finish_reason == "cancelled":
+            assert ours.token_ids == theirs.token_ids[: len(ours.token_ids)], number
+        else:
+            assert (ours.finish_reason, ours.token_ids) == (theirs.finish_reason, theirs.token_ids), number
+    return found

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lockstep.host.handover.wire import BlockKind, BlockLayout, LayoutPart
+from lockstep.host.cache_moves import BlockKind
+from lockstep.host.handover.wire import BlockLayout, LayoutPart
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.drafting import Drafter
 from lockstep.runtime.kv_pool import KvPool

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.host.handover.wire import BlockKind, LayoutPart, PageLayout, StagingPlace, blocks_in
+from lockstep.host.cache_moves import BlockKind
+from lockstep.host.handover.wire import LayoutPart, PageLayout, StagingPlace, blocks_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,13 +33,13 @@ from lockstep.core.contract.events import (
     TurnStarted,
 )
 from lockstep.core.contract.samples import sample_count
+from lockstep.host.cache_moves import BlockKind
 from lockstep.host.handover.kv import Fetch, KvReceiver, KvTransport, given_blocks
 from lockstep.host.handover.link import PeerLink, connect
 from lockstep.host.handover.wire import (
     CONTENTS_BYTES_MAX,
     PROTOCOL,
     Accept,
-    BlockKind,
     LinkError,
     Offered,
     Outcome,

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import NO_ROWS, HybridTransfer, StartTransfer
-from lockstep.host.handover.wire import BlockKind, PageLayout, StagingPlace, blocks_in
+from lockstep.host.cache_moves import BlockKind
+from lockstep.host.handover.wire import PageLayout, StagingPlace, blocks_in
 
 Int32s = NDArray[np.int32]
 

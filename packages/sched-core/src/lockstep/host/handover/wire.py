@@ -24,6 +24,7 @@ import msgspec
 
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import RequestArrived
+from lockstep.host.cache_moves import BlockKind
 from lockstep.host.media.content import EncoderInput
 
 PROTOCOL = 3
@@ -54,10 +55,6 @@ class LayoutPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     offset: int
     size: int
     heads: int
-
-
-BlockKind = Literal["page", "window", "state"]
-"""Full pages; pages of layers with sliding windows; slots of layers that keep states."""
 
 
 class BlockLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
