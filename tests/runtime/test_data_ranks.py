@@ -109,7 +109,7 @@ def test_ranks_hand_requests_over(prefills: int, decodes: int, folders: dict[str
         expected = single.generate([prompt for prompt, _ in asked], [params for _, params in asked])
 
     both = {"overlap_depth": 1, "num_reserved_decode_tokens": 16, "transfer_failure": "fail"}
-    sides = (both, {**both, "retract_every": 9})
+    sides = (both, {**both, "retract_every": 3})  # few requests may run together at a time
     with ranks_in_roles(folder, (prefills, decodes), tmp_path, {"debug": True}, *sides) as (firsts, llms):
         used = [rng.randrange(decodes) for _ in asked]
         answered_alike(llms, used, asked, expected, rng)

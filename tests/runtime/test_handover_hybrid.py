@@ -267,8 +267,7 @@ def test_a_model_answers_as_transformers(
             assert moved["state"] == 2 * len(right)
         assert moved["page"] < 2 * sum(-(-len(prompt) // PAGE_SIZE) for prompt, _ in mixed_prompts())
         assert stats.retractions
-        digests = [llm.host.engine.digest for llm in (first, second)]
-    assert [replay(journal).digest for journal in journals] == digests
+    assert [replay(journal).digest for journal in journals] == [llm.host.engine.digest for llm in (first, second)]
 
 
 @pytest.mark.parametrize("name", ["windows", "convolutions"])

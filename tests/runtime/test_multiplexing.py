@@ -54,8 +54,7 @@ def test_tokens_are_those_of_one_plain_engine(
         for number in random.Random(3).sample(range(count), count // 20):
             llm.host.cancel(pending[number].answer.request_id)
         assert_equal([llm.wait(one) for one in pending], expected)
-        digest = llm.host.engine.digest
-    assert replay(tmp_path).digest == digest
+    assert replay(tmp_path).digest == llm.host.engine.digest
     plans = [plan for _, step in fold(tmp_path) if (plan := step.launched()) is not None]
     kinds = Counter(plan.mode for plan in plans)
     assert set(kinds) == {"split_prefill", "decode"}

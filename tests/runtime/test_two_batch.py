@@ -68,8 +68,7 @@ def test_two_ranks_with_experts_give_in_halves_what_one_gives(
         for number in random.Random(3).sample(range(len(REQUESTS)), 10):
             llm.host.cancel(pending[number].answer.request_id)
         assert_equal([llm.wait(one) for one in pending], expected["qwen3_moe"])
-        digest = llm.host.engine.digest
-    assert replay(tmp_path).digest == digest
+    assert replay(tmp_path).digest == llm.host.engine.digest
     kinds = Counter(
         (plan.mode, plan.halves is not None and plan.halves.cut > 0) for plan in launched(tmp_path) if plan.halves
     )
