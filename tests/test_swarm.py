@@ -10,8 +10,10 @@ from typing import get_args
 import pytest
 from msgspec.structs import replace
 
-from lockstep.core.contract.config import Batching
+from lockstep.core.contract.config import Batching, SchedConfig
+from lockstep.core.contract.events import Drain
 from tests import swarm
+from tests.support.driver.actions import CONTROLS
 from tests.support.driver.run import run_actions
 from tests.support.plants import PLANTS
 from tests.swarm import (
@@ -71,6 +73,16 @@ def test_a_campaign_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("seed", WITHIN_BOUNDS)
 def test_a_prescribed_wait_is_within_bounds(seed: int) -> None:
     run_actions(*history_by_token(seed))
+
+
+def test_a_session_that_is_refused_as_another_order_ends_was_not_opened() -> None:
+    """The session of that name times out in the same step, and was idle all the time."""
+    grammar = {"grammar": "g1", "grammar_ends": 4}
+    opened = ("session_open", 1, 60, 30, False)
+    drain = ("control", CONTROLS.index(Drain()))
+    config = SchedConfig(page_size=1, pages=14, max_sessions=2, grammar_timeout_us=30)
+    marks = run_actions(config, [("arrive", 1, 5, 1, grammar), opened, ("wait", 25), drain, ("wait", 8), opened]).marks
+    assert {"OpenSession refused", "Drain done", "session closed (timeout)"} <= marks
 
 
 @pytest.mark.parametrize("plant", sorted(ALL_PLANTS))

@@ -119,8 +119,8 @@ class SessionPiece(Piece):
             if isinstance(command, FinishRequest):
                 self._turn_ended(command)
         if isinstance(event, ControlRequested) and isinstance(event.control, OpenSession):
-            control = event.control
-            if any(isinstance(one, ControlAnswered) and one.ok for one in step.commands):
+            control, answers = event.control, [one for one in step.commands if isinstance(one, ControlAnswered)]
+            if any(one.control_id == event.control_id and one.ok for one in answers):
                 self.records[control.session] = self._opened(control, event.time_us)
 
     def _turn_ended(self, command: FinishRequest) -> None:

@@ -591,7 +591,8 @@ class Fleet:
     def _check_owed(self, member: Member, step: Step) -> None:
         """A request that goes on from a received state leaves a checkpoint at the end of the next page.
 
-        The state itself is none if the prompt ends within a page. Without a slot there is no checkpoint.
+        The state itself is none if the prompt ends within a page. Without a slot there is no checkpoint. Which page a
+        verified batch passes is known once its drafts are.
         """
         states, page_size = member.engine.memory.hybrid.states, member.config.page_size
         for decided in step.decided:
@@ -613,6 +614,8 @@ class Fleet:
             if due is None or int(plan.stops[index]) < due:
                 continue
             del member.owing[one]
+            if int(plan.starts[index]) >= due:  # passed in a verified batch
+                continue
             assert states is not None
             if states.pool.free_count or states.idle.size:
                 self.marks["received state is followed by a checkpoint"] += 1
