@@ -185,7 +185,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "windows, overlap": ("gpt-oss", {}, {}, {**W, "overlap_depth": 1}),
     "windows, overlap of 2, tcp": ("Gemma 2", {}, {}, {**W, "overlap_depth": 2, "transfer_transport": "tcp"}),
     "windows, drafts": ("Gemma 3", {}, {}, {**W, **NGRAM, "overlap_depth": 1}),
-    "windows, tp 2 to 2": ("Gemma 3", TWO, TWO, W),
     "windows, tp 2 to 1": ("Gemma 3", TWO, {}, W),
     "convolutions": ("LFM2", {}, {}, {**S, "overlap_depth": 0}),
     "convolutions, overlap of 2, tcp": ("LFM2", {}, {}, {**S, "overlap_depth": 2, "transfer_transport": "tcp"}),
@@ -193,7 +192,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "linear attention": ("Qwen3-Next", {}, {}, {**S, "overlap_depth": 1}),
     "linear attention, drafts": ("Qwen3.5", {}, {}, {**S, **NGRAM}),
     "linear attention, tp 2 to 2": ("Qwen3.5", TWO, TWO, S),
-    "linear attention, tp 2 to 1": ("Qwen3.5", TWO, {}, S),
     "state space": ("Bamba", {}, {}, {**S, "overlap_depth": 1}),
 }
 """By name: architecture, options of the prefill and of the decode engine, and of both."""
