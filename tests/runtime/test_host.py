@@ -798,3 +798,26 @@ def test_an_engine_that_is_ended_from_outside_ends_all_requests_once(caplog: pyt
     finally:
         sys.setswitchinterval(before)
     assert not caplog.records
+
+
+def test_tokens_that_are_being_sent_come_before_the_end_from_outside() -> None:
+    runtime, calls = SmallRuntime(check=False, canary=False), list[str]()
+    ending = threading.Thread(target=lambda: runtime.host.fail("a watcher said so"))
+
+    class Slow:
+        """Receives tokens while another thread ends the engine."""
+
+        def tokens(self, *given: object) -> None:
+            ending.start()
+            ending.join(0.2)
+            calls.append("tokens")
+
+        def failed(self, message: str) -> None:
+            calls.append("failed")
+
+        finished = rejected = tokens
+
+    runtime.host.submit(request([1, 2], 5), Slow())
+    runtime.host.run()
+    ending.join()
+    assert calls == ["tokens", "failed"]

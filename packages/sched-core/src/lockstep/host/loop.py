@@ -125,6 +125,7 @@ log = logging.getLogger("lockstep.host")
 
 TAKEN_BYTES = 4 * 65_536  # token ids of prompts that are taken in before results of the device come first
 IDLE_S = 0.5  # longest sleep with nothing to do; any item in the inbox ends it
+SENT_S = 1.0  # longest wait of `fail` for tokens that are being sent; sinks do not block, so it is not reached
 NOT_PROFILED = nullcontext()
 
 
@@ -215,6 +216,7 @@ class RuntimeHost:
         self._inbox: Inbox[_Submitted | _Cancel | _ControlItem | _Fact | None] = Inbox()
         self._gate = threading.Lock()  # ids are assigned in the order of the inbox; after the end the inbox gets no
         #                                items; code that removes an entry of `_open` or `_answers` must answer it
+        self._sending = threading.Lock()  # held while sinks receive tokens, so that no end comes to them meanwhile
         self._next_request_id = engine.last_request_id + 1
         waiting = [*engine.controls.drains, *(job.control_id for job in engine.maintenance.jobs)]
         self._next_control_id = max(waiting, default=-1) + 1  # answers to earlier control requests are dropped
@@ -410,6 +412,10 @@ class RuntimeHost:
                         waiting += sinks
                     case _ControlItem(_, answer) if answer.set_running_or_notify_cancel():
                         answers.append(answer)
+        # Tokens that the host's own thread sends at this moment come first, unless a sink holds it up.
+        sending = stuck and self._sending.acquire(timeout=SENT_S)
+        if sending:
+            self._sending.release()
         for sink in waiting:
             try:
                 sink.failed(message)
@@ -779,7 +785,8 @@ class RuntimeHost:
             case SampleBatch(batch_id, advance):
                 self.executor.sample(batch_id, advance)
             case StreamTokens():
-                self._stream(command)
+                with self._sending:
+                    self._stream(command)
             case FinishRequest(request_id):
                 if (request := self._taken_out(request_id)) is not None:
                     drop_behind_the_end(request.extras, command)
