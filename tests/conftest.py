@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import chain
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -64,10 +66,21 @@ def _policy_of_the_guide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="write the expected part of golden files, to read as a diff")
+    parser.addoption("--longest-files", type=int, default=0, metavar="N", help="print the N files that take longest")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)  # stable: the order within a file stays
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the files that take longest, in seconds of all their tests: `LONGEST` is kept by it."""
+    seconds = defaultdict[str, float](float)
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    for name, took in sorted(seconds.items(), key=lambda one: -one[1])[: config.getoption("--longest-files")]:
+        terminalreporter.write_line(f"{took:7.1f} s {name}")
 
 
 def pytest_report_header() -> str:
