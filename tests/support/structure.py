@@ -27,6 +27,7 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TypeGuard
 
@@ -82,6 +83,11 @@ class Source:
     module: str  # dotted, such as lockstep.core.engine
     text: str
     tree: ast.Module = field(repr=False)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of its tree."""
+        return list(ast.walk(self.tree))
 
     @property
     def package(self) -> str:
@@ -314,7 +320,7 @@ def guard_figures(core: list[Source], engine_types: frozenset[str]) -> Iterator[
 
 def none_comparisons(source: Source) -> Iterator[tuple[Place, bool]]:
     """Every `x is None` and `x is not None`, and whether x is state: an attribute path that begins at `STATE_ROOTS`."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
             value = node.comparators[0]
             if isinstance(value, ast.Constant) and value.value is None:
@@ -347,7 +353,7 @@ def imports(source: Source, modules: Iterable[str]) -> set[str]:
     """Those of these modules that a source imports, anywhere in it."""
     modules = set(modules)
     found = set()
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -422,7 +428,7 @@ def parameters_figure(found: list[Source]) -> Figure:
     for source in found:
         if KERNEL_FILE.search(Path(source.path).name):
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(node):
                 arguments = node.args
                 every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
@@ -443,7 +449,7 @@ def class_figures(found: list[Source]) -> Iterator[Figure]:
     """Classes that share their name with a class of another module of the packages and tools."""
     homes: dict[str, list[Place]] = defaultdict(list)
     for source in found:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(source.place(node, node.name))
     shared = {name: places for name, places in homes.items() if len({place.path for place in places}) > 1}
@@ -516,7 +522,7 @@ def has_word(text: str, words: re.Pattern[str]) -> bool:
 
 def docstrings(source: Source) -> Iterator[Place]:
     """Docstrings of the module, its classes and functions; and strings that stand alone below an assignment."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         body = getattr(node, "body", None)
         if not isinstance(body, list):
             continue

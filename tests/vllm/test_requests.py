@@ -11,7 +11,7 @@ from tests.vllm.features import MISSING, outcome_of
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.long), "async"])
 def test_answers_equal_those_of_vllm_for_any_fields_of_requests(mode: str, tmp_path: Path) -> None:
     """Priorities, several samples, repetition detection, stop tokens and strings, bad words, logit bias, aborts.
 
@@ -26,7 +26,7 @@ def test_answers_equal_those_of_vllm_for_any_fields_of_requests(mode: str, tmp_p
     assert not outcome.running_at_end
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.long)])
 def test_pauses_and_resets_of_the_prefix_cache_do_as_in_vllm(mode: str, tmp_path: Path) -> None:
     outcome = outcome_of("pauses", mode, tmp_path)
     assert outcome.requests == 120
