@@ -105,9 +105,7 @@ class Row:
         limit = MACHINES[self.capability].shared_bytes - (1 << 10)
         if self.shared_bytes > limit:
             return f"{self.shared_bytes} bytes of shared memory, there are {limit}"
-        if "float32" in self.use:
-            return ""  # exact products without tensor cores: for comparisons, not for speed
-        bounds = FAST_SPILLS_MAX_BYTES if "fast" in self.use else SPILLS_MAX_BYTES
+        bounds = FAST_SPILLS_MAX_BYTES if self.use == "attention fast" else SPILLS_MAX_BYTES
         allowed = bounds.get(self.capability, 0)
         return f"{self.spilled_bytes} bytes spilled, {allowed} allowed" if self.spilled_bytes > allowed else ""
 

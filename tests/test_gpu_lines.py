@@ -264,3 +264,24 @@ def draw():
     c = 3
 """
     assert only_on_a_gpu(text) == ["a = 1", "d = 4"]
+
+
+def test_a_lambda_is_read_beside_a_function_of_the_same_name_with_fewer_parameters() -> None:
+    text = """
+def short():
+    def run():
+        a = 1
+    return run
+def other():
+    def run(then):
+        then()
+    return run
+def wait():
+    b = 2
+def make(run, device):
+    if device.type == "cuda":
+        run(lambda: wait())
+short()
+make(other(), x)
+"""
+    assert only_on_a_gpu(text) == ["b = 2", "run(lambda: wait())"]

@@ -591,8 +591,10 @@ class Reached:
     def _argument(self, node: ast.expr, functions: list[Function], place: int | str | None) -> int:
         """Return what an argument may be. A lambda's body runs only if the called function reads the parameter."""
         if isinstance(node, ast.Lambda) and functions and all(one.is_plain and one.owner is None for one in functions):
-            names = [one.parameters[place] if isinstance(place, int) else place for one in functions]
-            if not any(name in one.used for name, one in zip(names, functions, strict=True)):
+            # Another function of this name may have fewer parameters: it is not the one that is called.
+            called = [one for one in functions if not isinstance(place, int) or place < len(one.parameters)]
+            names = [one.parameters[place] if isinstance(place, int) else place for one in called]
+            if called and not any(name in one.used for name, one in zip(names, called, strict=True)):
                 return OTHER
         return self._value(node)
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
 
@@ -45,10 +45,9 @@ class Tiling:
 
 def positions_per_tile(head_dim: int, dtype: torch.dtype) -> int:
     """Return BLOCK_N. All kernels use the same, since the order of additions depends on it."""
-    wide = head_dim > 128
     if dtype.itemsize > 2:
-        return 16 if wide else 32
-    return 32 if wide else 64
+        return 16 if head_dim > 64 else 32  # products without tensor cores keep both operands in registers
+    return 32 if head_dim > 128 else 64
 
 
 def decode_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
@@ -89,7 +88,8 @@ def extend_tiling(
     """
     block_n = positions_per_tile(head_dim, dtype)
     if dtype.itemsize > 2:  # no tensor cores in full fp32: registers are the limit
-        return decode_tiling(head_dim, dtype, group)
+        decode = decode_tiling(head_dim, dtype, group)
+        return replace(decode, num_stages=1) if numerics == "invariant" else replace(decode, num_warps=8)
     if numerics == "invariant":
         return Tiling(max(16 if head_dim > 128 else 32, triton.next_power_of_2(group)), block_n, 4, 2)
     block_m = min(max(16, triton.next_power_of_2(most_new * group)), 64 if head_dim > 128 else 128)

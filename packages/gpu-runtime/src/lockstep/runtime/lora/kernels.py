@@ -160,6 +160,7 @@ def add_lora_triton(
             BLOCK_M=batch.tile,
             BLOCK_N=BLOCK_N,
             BLOCK_K=min(BLOCK_K, max(LEAST, triton.next_power_of_2(rank))),
+            num_warps=8 if out.dtype.itemsize > 2 else 4,  # products of float32 keep their operands in registers
             maxnreg=REGISTERS if rank > BLOCK_K and batch.tile == HIGH_TILE and out.dtype.itemsize <= 2 else None,
         )
         first += size
