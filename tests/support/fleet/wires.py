@@ -38,7 +38,7 @@ class Sent:
     ready: bool = False  # its batch succeeded
 
 
-@dataclass
+@dataclass(repr=False)
 class Wire:
     """One room, as the network sees it."""
 
@@ -79,7 +79,7 @@ class Wire:
         return answer
 
 
-@dataclass
+@dataclass(repr=False)
 class Member:
     """One engine of a fleet, with its device and the records of its host."""
 
