@@ -38,7 +38,7 @@ class Sent:
     ready: bool = False  # its batch succeeded
 
 
-@dataclass(repr=False)
+@dataclass(repr=False)  # as of a member
 class Wire:
     """One room, as the network sees it."""
 
@@ -79,7 +79,7 @@ class Wire:
         return answer
 
 
-@dataclass(repr=False)
+@dataclass(repr=False)  # of each line of a traceback, or it would write out all engines
 class Member:
     """One engine of a fleet, with its device and the records of its host."""
 

@@ -125,7 +125,7 @@ log = logging.getLogger("lockstep.host")
 
 TAKEN_BYTES = 4 * 65_536  # token ids of prompts that are taken in before results of the device come first
 IDLE_S = 0.5  # longest sleep with nothing to do; any item in the inbox ends it
-SENT_S = 1.0  # longest wait of `fail` for tokens that are being sent; sinks do not block, so it is not reached
+SENT_S = 1.0  # longest wait of `fail` for tokens that are being sent, should a sink block
 NOT_PROFILED = nullcontext()
 
 
@@ -216,7 +216,7 @@ class RuntimeHost:
         self._inbox: Inbox[_Submitted | _Cancel | _ControlItem | _Fact | None] = Inbox()
         self._gate = threading.Lock()  # ids are assigned in the order of the inbox; after the end the inbox gets no
         #                                items; code that removes an entry of `_open` or `_answers` must answer it
-        self._sending = threading.Lock()  # held while sinks receive tokens, so that no end comes to them meanwhile
+        self._sending = threading.RLock()  # held while sinks receive tokens, so that no end comes to them meanwhile
         self._next_request_id = engine.last_request_id + 1
         waiting = [*engine.controls.drains, *(job.control_id for job in engine.maintenance.jobs)]
         self._next_control_id = max(waiting, default=-1) + 1  # answers to earlier control requests are dropped
@@ -412,9 +412,7 @@ class RuntimeHost:
                         waiting += sinks
                     case _ControlItem(_, answer) if answer.set_running_or_notify_cancel():
                         answers.append(answer)
-        # Tokens that the host's own thread sends at this moment come first, unless a sink holds it up.
-        sending = stuck and self._sending.acquire(timeout=SENT_S)
-        if sending:
+        if stuck and self._sending.acquire(timeout=SENT_S):  # tokens that are being sent come first
             self._sending.release()
         for sink in waiting:
             try:

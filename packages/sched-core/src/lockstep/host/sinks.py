@@ -43,7 +43,7 @@ class Sink(Protocol):
         """The request was rejected before it ran."""
 
     def failed(self, message: str) -> None:
-        """The engine ended before the request did."""
+        """The engine ended before the request did. Another thread may call this: the one that ends the engine."""
 
 
 @dataclass(slots=True)
