@@ -171,7 +171,8 @@ def test_a_costly_request_does_not_delay_another_stream(server: LiveServer, name
         got, answer = post(server.url, path, body)
         took_s, worst_s = time.monotonic() - began_s, stream.worst_s(began_s)
     assert got == status, answer
-    if f"longer than {JOB_S:g} s to read" not in str(answer):  # on a busy machine, which takes so long
+    # a busy machine may take so long
+    if f"longer than {JOB_S:g} s of processor time to read" not in str(answer):
         assert message in str(answer)
     else:
         assert took_s > JOB_S

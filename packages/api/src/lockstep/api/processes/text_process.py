@@ -1,7 +1,8 @@
-"""A text process of an API worker: `python -m lockstep.api.processes.text_process FOLDER NUMBER`, its socket on stdin.
+"""A text process of an API worker: `python -m lockstep.api.processes.text_process FOLDER NUMBER JOB_S`.
 
-It parses large bodies, renders long conversations, decodes media and tokenises long texts, one job after the other. It
-ends when its worker closes the socket, and after a job that made it grow by more than GROWTH_BYTES: memory that Python
+It parses large bodies, renders long conversations, decodes media and tokenises long texts, one job after the other. Its
+standard input is a socket to its worker. It ends when the worker closes the socket, by SIGPROF in a job that takes more
+than JOB_S seconds of processor time, and after a job that made it grow by more than GROWTH_BYTES: memory that Python
 has taken for millions of small objects is not given back otherwise.
 """
 
@@ -64,6 +65,7 @@ def main(arguments: list[str]) -> int:
     gc.collect()
     gc.freeze()
     gc.disable()
+    job_s = float(arguments[2])
     before = _size_bytes()
     if before:
         resource.setrlimit(resource.RLIMIT_AS, (_size_bytes(0) + MEMORY_BYTES,) * 2)
@@ -79,7 +81,9 @@ def main(arguments: list[str]) -> int:
             break
         if isinstance(job, RenderMedia) and reader.load():  # libraries that stay
             before = _size_bytes()
+        signal.setitimer(signal.ITIMER_PROF, job_s)  # SIGPROF ends this process, whatever it runs
         done = _done(text, job, body, reader)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         del raw, job, body
         jobs += 1
         if jobs % COLLECT_JOBS == 0:

@@ -5,7 +5,7 @@
 
 Python runs one thread at a time, so a body that takes a second to parse in any thread of the worker delays every token
 of every stream by a second. Processes are started when they are needed, and serve the tenants in turn. A job that takes
-longer than JOB_S loses its process.
+more than JOB_S of processor time ends its process, which runs at a low priority: on a busy machine it may wait long.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -49,7 +50,8 @@ PARSED_AT_ONCE_BYTES = 64 * 2**10
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
 """The tenant of the request that this task serves: text processes serve tenants in turn."""
 
-JOB_S = 60.0
+JOB_S = 60.0  # of processor time, without the import of libraries before the job
+STALLED_S = 600.0  # of a job with its start of a process, whatever it waits for
 WAITING_MAX = 1024  # jobs without a process
 PIECE_BYTES = 2**18  # of a body, written at once
 
@@ -91,12 +93,13 @@ class TextProcesses:
     Args:
         folder: of the server's settings.
         most: number of processes at the same time.
+        job_s: seconds of processor time that a job may take.
     Attributes:
         jobs: results so far.
     """
 
-    def __init__(self, folder: Path, most: int) -> None:
-        self._folder, self._most = folder, most
+    def __init__(self, folder: Path, most: int, job_s: float = JOB_S) -> None:
+        self._folder, self._most, self._job_s = folder, most, job_s
         self._free: list[_Process] = []
         self._running = 0  # processes that exist or are being started
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by tenant
@@ -165,14 +168,19 @@ class TextProcesses:
         process, kept = None, False
         try:
             process = self._free.pop() if self._free else await self._start()
-            async with asyncio.timeout(JOB_S):
+            async with asyncio.timeout(STALLED_S):
                 done = await process.run(job, body)
             kept = not (done.last or self._closed)
             return done
         except TimeoutError:
-            log.warning("a %s took longer than %g s, and its process is ended", type(job).__name__, JOB_S)
-            return Done(error=f"the request takes longer than {JOB_S:g} s to read")
+            log.error("a %s has no result after %g s, and its process is ended", type(job).__name__, STALLED_S)
+            return Done(error=f"the request was not read within {STALLED_S:g} s")
         except (OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
+            if process is not None:
+                process.end()
+            if process is not None and process.process.returncode == -signal.SIGPROF:
+                log.warning("a %s took more than %g s of processor time", type(job).__name__, self._job_s)
+                return Done(error=f"the request takes longer than {self._job_s:g} s of processor time to read")
             log.error("a text process ended during a %s: %s", type(job).__name__, error)
             return Done(error="the request takes too much memory or stack to read")
         finally:
@@ -210,6 +218,7 @@ class TextProcesses:
         here, there = socket.socketpair()
         self._started += 1
         arguments = ["-m", "lockstep.api.processes.text_process", str(self._folder), str(self._started)]
+        arguments.append(str(self._job_s))
         with there:
             process = subprocess.Popen([sys.executable, *arguments], stdin=there.fileno())
         with contextlib.suppress(OSError):
