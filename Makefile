@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign pair-campaign openapi clients schema-campaign bench dist site pages container docs-test mutants kernel-mutants fast-path-campaign parity fake-cuda-coverage kernel-resources gpu-check
+.PHONY: help demo check test long-test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign pair-campaign openapi clients schema-campaign bench dist site pages container docs-test mutants kernel-mutants fast-path-campaign parity fake-cuda-coverage kernel-resources gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,8 +16,11 @@ demo:       ## requests per second that one GPU serves within its SLOs; no GPU, 
 check:      ## ruff, its formatter, mypy --strict, and the golden journals
 	@$(PYTHON) dev.py check $(ARGS)
 
-test:       ## the whole test suite; ARGS=--affected for the tests that a change may affect
+test:       ## the test suite without its long tests; ARGS=--affected for the tests that a change may affect
 	@$(PYTHON) dev.py test $(ARGS)
+
+long-test:  ## the long tests, which `make test` leaves out: tests/data/long_tests.txt
+	@$(PYTHON) dev.py long-test $(ARGS)
 
 vllm-test:  ## tests of lockstep.vllm with a vLLM in an environment of its own; ARGS=--short for a part
 	@$(PYTHON) dev.py vllm-test $(ARGS)

@@ -4,6 +4,7 @@
     python3 dev.py demo               requests per second that one GPU serves within its SLOs
     python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
     python3 dev.py test ARGS          pytest, on all cores; `-n0` for one process; --affected: what a change may affect
+    python3 dev.py long-test ARGS     the tests that `test` leaves out: tests/data/long_tests.txt
     python3 dev.py vllm-test ARGS     tests/vllm with a vLLM in an environment of its own; --short for a part
     python3 dev.py vllm-families ARGS answers of lockstep.vllm and of vLLM's own scheduler, model family by model family
     python3 dev.py check              ruff, its formatter, mypy --strict, and the golden journals
@@ -114,16 +115,28 @@ def lockstep(args):
 
 
 def test(args):
-    """Run the suite in three processes for two cores, since tests of servers wait much of the time.
+    """Run the suite without its long tests. With `--affected` the files that the change may affect run, whole.
 
-    Files run in the order of their collection, which begins with the longest: tests/conftest.py. With `--affected` only
-    the files that the change may affect run: tests/affected.py.
+    The long tests are those of tests/data/long_tests.txt; affected files: tests/affected.py. With `--long-until` long
+    tests follow the others until that time.
+    """
+    if "--affected" in args:
+        return call(PYTHON, "-m", "tests.affected", *side_by_side(), *(one for one in args if one != "--affected"))
+    marks = () if any(one.startswith("--long-until") for one in args) else ("-m", "not long")
+    return call(PYTHON, "-m", "pytest", *marks, *side_by_side(), *args)
+
+
+def long_test(args):
+    return call(PYTHON, "-m", "pytest", "-m", "long", *side_by_side(), *args)
+
+
+def side_by_side():
+    """Options for three processes for two cores, since tests of servers wait much of the time.
+
+    Files run in the order of their collection, which begins with the longest: tests/conftest.py.
     """
     processes = max(2, (os.cpu_count() or 1) * 3 // 2)
-    options = (f"--numprocesses={processes}", "--dist=loadfile", "--no-loadscope-reorder")
-    if "--affected" in args:
-        return call(PYTHON, "-m", "tests.affected", *options, *(one for one in args if one != "--affected"))
-    return call(PYTHON, "-m", "pytest", *options, *args)
+    return f"--numprocesses={processes}", "--dist=loadfile", "--no-loadscope-reorder"
 
 
 def vllm_test(args):
@@ -353,6 +366,7 @@ TASKS = {
     "demo": ("demo", demo),
     "lockstep": ("demo", lockstep),
     "test": ("dev", test),
+    "long-test": ("dev", long_test),
     "vllm-test": (None, vllm_test),
     "vllm-families": (None, vllm_families),
     "check": ("dev", check),

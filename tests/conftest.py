@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +25,16 @@ from tests.support import guide
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("thorough", parent=settings.get_profile("lockstep"), max_examples=2000)
 settings.load_profile("lockstep")  # pytest --hypothesis-profile=thorough overrides it
+
+LONG_TESTS_FILE = Path(__file__).parent / "data/long_tests.txt"
+
+
+def read_long_tests() -> dict[str, set[str]]:
+    """Return the tests of `LONG_TESTS_FILE`, each with the parameters behind `except`."""
+    lines = LONG_TESTS_FILE.read_text("utf-8").splitlines()
+    parts = (line.partition(" except ") for line in lines if line and not line.startswith("#"))
+    return {name: set(kept.split(" | ")) - {""} for name, _, kept in parts}
+
 
 LONGEST = (
     "test_swarm.py",
@@ -49,6 +63,10 @@ LONGEST = (
 )
 """Files that take longest: processes take one file after another, so the last ones should be short."""
 
+LONG_TESTS = read_long_tests()
+"""Tests with the mark `long`: their ids without brackets, each with the parameters that do not have it."""
+LONG_FILES = sorted({test.partition("::")[0] for test in LONG_TESTS})
+
 # A shell makes its background jobs ignore Ctrl-C, and their children too. Commands that tests interrupt must handle it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,11 +84,64 @@ def _policy_of_the_guide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="write the expected part of golden files, to read as a diff")
+    parser.addoption(
+        "--long-until", type=float, metavar="TIME", help="long tests begin before this time, in seconds since 1970"
+    )
+    parser.addoption("--long-order", default="", metavar="SEED", help="a seed of the order of files of long tests")
     parser.addoption("--longest-files", type=int, default=0, metavar="N", help="print the N files that take longest")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)  # stable: the order within a file stays
+@pytest.hookimpl(tryfirst=True)  # ahead of the choice by `-m`
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests = [item.nodeid for item in items]
+    for item in items:
+        if is_long(item.nodeid):
+            item.add_marker("long")
+    places = {path: random.Random(f"{config.getoption('--long-order')} {path}").random() for path in LONG_FILES}
+
+    def place(item: pytest.Item) -> tuple[bool, float, bool]:
+        long = is_long(item.nodeid)
+        return long, places[item.nodeid.partition("::")[0]] if long else 0.0, item.path.name not in LONGEST
+
+    items.sort(key=place)  # stable: the order within a file stays
+    wrong = unknown_long_tests(tests)
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"{LONG_TESTS_FILE} names tests that are not there: {', '.join(wrong)}")
+
+
+def is_long(test: str) -> bool:
+    """Return whether the test of this id has the mark `long`."""
+    name, _, parameters = test.partition("[")
+    return name in LONG_TESTS and parameters.removesuffix("]") not in LONG_TESTS[name]
+
+
+def unknown_long_tests(tests: Iterable[str]) -> list[str]:
+    """Return the lines of `LONG_TESTS_FILE` that are wrong, of the files of these tests."""
+    known = set(tests)
+    names, files = {test.partition("[")[0] for test in known}, {test.partition("::")[0] for test in known}
+    listed = [(name, kept) for name, kept in LONG_TESTS.items() if name.partition("::")[0] in files]
+    wrong = [name for name, _ in listed if name not in names]
+    ids = [f"{name}[{one}]" for name, kept in listed if name in names for one in sorted(kept)]
+    return wrong + [one for one in ids if one not in known]
+
+
+@pytest.hookimpl(tryfirst=True)  # ahead of the fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = item.config.getoption("--long-until")
+    if until is not None and item.get_closest_marker("long") and time.time() > until:
+        pytest.skip("the time for long tests is over")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist=loadfile` the long tests of a file are given out apart from its other tests."""
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return f"{super()._split_scope(nodeid)}{' long' * is_long(nodeid)}"
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -291,13 +292,14 @@ def test_streams_continue_after_the_end_of_their_worker_or_server(tmp_path: Path
             server = LiveServer(*arguments, log=tmp_path / "log2")
         with httpx2.Client(base_url=server.url, timeout=120) as client:
             until(lambda: server.status_of("/ready") == 200)
-            for (path, body, _), (name, before) in zip(bodies, first, strict=True):
-                after = rest(client, name, before[-1][0])
+            continued = [rest(client, name, before[-1][0]) for name, before in first]
+            with ThreadPoolExecutor(len(bodies)) as pool:
+                undisturbed = list(pool.map(lambda one: whole(client, *one[:2]), bodies))
+            for (_, before), after, alone in zip(first, continued, undisturbed, strict=True):
                 numbers = [number for number, _ in before + after]
                 assert numbers == list(range(len(numbers))), server.text()
                 assert after[-1][1] == "[DONE]"
-                undisturbed = whole(client, path, body)
-                assert texts_of(before + after) == undisturbed
+                assert texts_of(before + after) == alone
                 ids = {json.loads(data)["id"] for _, data in before + after if data != "[DONE]"}
                 assert len(ids) == 1
         assert "answers in progress are continued" in server.text()

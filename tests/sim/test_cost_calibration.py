@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -205,6 +205,12 @@ def test_more_work_is_never_faster_while_launches_take_longest() -> None:
     shapes(extends_max=3, decodes_max=300, context_tokens_max=50_000),
     st.floats(0.5, 2.0),
 )
+@example(
+    ("gpt-oss-120b", 2),
+    Correction(kernels=1.0, collectives=0.0, attention_prefill=1.0),
+    BatchShape(extend_rows=1, extend_tokens=1, extend_pairs=1, sampled_rows=1),
+    1.0,
+)  # launches take longest: attention is added to them, in the terms as in their sum
 def test_a_batch_is_the_weighted_sum_of_its_parts(
     key: tuple[str, int], correction: Correction, shape: BatchShape, factor: float
 ) -> None:

@@ -563,11 +563,11 @@ class CalibratedModel:
         terms = {name: self._kernels * us for name, us in self.base.terms_us(shape).items()}
         for name, us in self.base.collective_terms_us(tokens).items():
             terms[name] += (self._collectives - self._kernels) * us
-        if self._attention_prefill and ATTENTION_PREFILL in terms:
-            terms[ATTENTION_PREFILL] += self._attention_prefill * self.base.attention_prefill_us(shape)
         if self._may_undercut:
             least_us = self._kernels * self.base.launched_us(shape, 0.0)
             terms[LAUNCH] += max(0.0, least_us - sum(terms.values()))
+        if self._attention_prefill and ATTENTION_PREFILL in terms:
+            terms[ATTENTION_PREFILL] += self._attention_prefill * self.base.attention_prefill_us(shape)
         added_us = {
             "step_us": c.step_us,
             **c.of_rows_us(shape),
