@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import chain
@@ -115,11 +115,11 @@ def is_long(test: str) -> bool:
     return name in LONG_TESTS and parameters.removesuffix("]") not in LONG_TESTS[name]
 
 
-def unknown_long_tests(tests: Iterable[str]) -> list[str]:
+def unknown_long_tests(tests: Iterable[str], long_tests: Mapping[str, set[str]] = LONG_TESTS) -> list[str]:
     """Return the lines of `LONG_TESTS_FILE` that are wrong, of the files of these tests."""
     known = set(tests)
     names, files = {test.partition("[")[0] for test in known}, {test.partition("::")[0] for test in known}
-    listed = [(name, kept) for name, kept in LONG_TESTS.items() if name.partition("::")[0] in files]
+    listed = [(name, kept) for name, kept in long_tests.items() if name.partition("::")[0] in files]
     wrong = [name for name, _ in listed if name not in names]
     ids = [f"{name}[{one}]" for name, kept in listed if name in names for one in sorted(kept)]
     return wrong + [one for one in ids if one not in known]

@@ -253,6 +253,25 @@ def test_a_link_that_breaks_at_any_time_costs_no_token_and_no_page(failure: str,
     assert [pages_held(one) for one in pair.runtimes] == [0, 0, 0, 0]
 
 
+def test_a_prefill_engine_that_fails_keeps_no_request_waiting(tmp_path: Path) -> None:
+    """Its links end with it, although its process goes on: nothing else would ever report its end."""
+
+    def launch(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    limits = {"transfer_timeout_us": 600_000_000, "bootstrap_timeout_us": 600_000_000}
+    with Pair(tmp_path, prefills=2, transfer_failure="recompute", decode=limits) as pair:
+        pair.prefills[0].executor.launch = launch  # type: ignore[method-assign]
+        asked = prompts(5, 40)
+        answers = [pair.submit(prompt, NEW, prefill=number % 2) for number, prompt in enumerate(asked)]
+        while not pair.errors:
+            time.sleep(0.01)
+        assert isinstance(pair.errors.pop(), ZeroDivisionError)
+        pair.wait(*answers, seconds=60.0)
+        assert [one.tokens for one in answers] == [alone(prompt, NEW) for prompt in asked]
+        assert pair.receivers[0].counts.failed == len(asked) // 2
+
+
 @pytest.mark.parametrize("failure", ["recompute", "fail"])
 def test_a_transfer_that_stalls_ends_by_its_time_limit_and_its_pages_with_the_link(
     failure: str, tmp_path: Path

@@ -399,6 +399,7 @@ def read_early(prefill: LLM) -> None:
     assert states is not None
     assert canary is not None
     tensors = [*states.tensors.values(), canary.state_tags]
+    assert {len(one) for one in tensors} == {len(canary.state_tags)}, "a row for each slot"
     before: list[list[Any]] = [[one.clone() for one in tensors]]
     launch, stage = executor.launch, own.stage
 
@@ -409,12 +410,13 @@ def read_early(prefill: LLM) -> None:
     def stage_early(number: int, slot: int, pages: Any, block: int = 0) -> int:
         if not block:
             return stage(number, slot, pages, block)
-        now = [one.clone() for one in tensors]
+        rows = torch.as_tensor(np.asarray(pages, np.int64))  # only of this state: a batch may be writing others
+        now = [one[rows].clone() for one in tensors]
         for tensor, old in zip(tensors, before[-1], strict=True):
-            tensor.copy_(old)
+            tensor[rows] = old[rows]
         checksum = stage(number, slot, pages, block)
         for tensor, new in zip(tensors, now, strict=True):
-            tensor.copy_(new)
+            tensor[rows] = new
         return checksum
 
     executor.launch, own.stage = launched, stage_early  # type: ignore[method-assign]

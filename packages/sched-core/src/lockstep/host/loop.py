@@ -426,6 +426,8 @@ class RuntimeHost:
                 log.error("the end of the journal is lost: %s", error)
         for answer in answers:
             answer.set_exception(EngineStopped(message))
+        if self.handover is not None:
+            self.handover.end_links()
         if self.performed is not None:
             self.performed()
 

@@ -143,10 +143,14 @@ class DecodeSide:
         with self._lock:
             self._routes[room] = prefill
 
-    def close(self) -> None:
+    def end_links(self) -> None:
         """End all links."""
         for peer in list(self._peers.values()):
             peer.link.close()
+
+    def close(self) -> None:
+        """End all links, and what they move."""
+        self.end_links()
         for peer in list(self._peers.values()):
             peer.link.join(1.0)
         self._kv.close()

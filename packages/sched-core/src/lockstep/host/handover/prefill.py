@@ -149,12 +149,16 @@ class PrefillSide:
         link = PeerLink("decode", lambda: sock, self._received, self._lost)
         link.start()
 
-    def close(self) -> None:
-        """End all links."""
+    def end_links(self) -> None:
+        """End all links, and accept no more."""
         if self._listener is not None:
             self._listener.close()
         for peer in list(self._peers):
             peer.link.close()
+
+    def close(self) -> None:
+        """End all links, and what they move."""
+        self.end_links()
         for peer in list(self._peers):
             peer.link.join(1.0)
         self._kv.close()

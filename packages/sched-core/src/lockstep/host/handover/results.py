@@ -41,8 +41,11 @@ class Handover(Protocol):
     def collected(self, result: BatchResult) -> None:
         """Take in the result of a batch, once the engine has stepped it."""
 
+    def end_links(self) -> None:
+        """End all links, since the engine has ended: the other engines do not wait for it. From any thread."""
+
     def close(self) -> None:
-        """End all links."""
+        """End all links, and what they move."""
 
 
 class PromptSink:
