@@ -38,30 +38,19 @@ def read_long_tests() -> dict[str, set[str]]:
 
 LONGEST = (
     "test_swarm.py",
+    "test_from_transformers.py",
     "test_fast_path.py",
-    "test_resumable.py",
-    "test_documented_commands.py",
-    "test_plan.py",
-    "test_overload.py",
-    "test_resumption.py",
-    "test_dp.py",
-    "test_handover.py",
-    "test_handover_hybrid.py",
-    "test_hybrid_tiers.py",
-    "test_media_handover.py",
-    "test_tree_kernels.py",
-    "test_drafts_on_ranks.py",
-    "test_tree_engines.py",
-    "test_tiers.py",
-    "test_gpu_check.py",
-    "test_gguf.py",
-    "test_recovery.py",
-    "test_model_recovery.py",
-    "test_notebooks.py",
-    "test_media_distributed.py",
-    "test_pipeline.py",
+    "test_transformers_configs.py",
+    "test_scenarios.py",
+    "test_contract.py",
+    "test_attention_rules.py",
+    "test_explore.py",
+    "test_every_option.py",
+    "test_feature_pairs.py",
+    "test_default_scene.py",
+    "test_structure.py",
 )
-"""Files that take longest: processes take one file after another, so the last ones should be short."""
+"""Files that take longest without long tests: processes take one file after another, so the last ones should be short."""
 
 LONG_TESTS = read_long_tests()
 """Tests with the mark `long`: their ids without brackets, each with the parameters that do not have it."""
