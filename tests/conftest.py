@@ -50,7 +50,7 @@ LONGEST = (
     "test_default_scene.py",
     "test_structure.py",
 )
-"""Files that take longest without long tests: processes take one file after another, so the last ones should be short."""
+"""Files that take longest, long tests aside: processes take one file after another, so the last should be short."""
 
 LONG_TESTS = read_long_tests()
 """Tests with the mark `long`: their ids without brackets, each with the parameters that do not have it."""
