@@ -462,7 +462,22 @@ def pip_install(install_set):
     for name in sets:
         requirements += groups.get(name, [])
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
-    return subprocess.call([*pip, "--constraint", str(CONSTRAINTS), *requirements], cwd=ROOT, stdout=sys.stderr)
+    status = subprocess.call([*pip, "--constraint", str(CONSTRAINTS), *requirements], cwd=ROOT, stdout=sys.stderr)
+    return status or compile_all()
+
+
+def compile_all():
+    """Compile all modules on all cores, which pip does on one; the repository's own too.
+
+    Where PYTHONDONTWRITEBYTECODE is set, each process would otherwise compile everything that it imports.
+    """
+    libraries = sorted((VENV / "Lib" if os.name == "nt" else VENV / "lib").rglob("site-packages"))[:1]
+    own = [ROOT / name for name in ("packages", "tools", "tests", "benchmarks")]
+    command = [str(PYTHON), "-m", "compileall", "-q", "-j", "0", *map(str, (*libraries, *own))]
+    subprocess.call(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )  # templates in libraries do not compile
+    return 0
 
 
 def files_digest():
