@@ -173,7 +173,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the commands below."""
     made: Path = tmp_path_factory.mktemp("shells")
-    (made / "tmp").mkdir()
+    for number in range(2):
+        (made / f"tmp{number}").mkdir()
     return made
 
 
@@ -195,13 +196,13 @@ def shells(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
-                "TMPDIR": str(folder / "tmp"),
+                "TMPDIR": str(folder / f"tmp{number}"),
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        for _ in range(2)
+        for number in range(2)
     ]
     started.append(
         subprocess.Popen(
@@ -437,12 +438,12 @@ def test_waiting_requests_are_informed_although_rank_0_is_held(shells: list[subp
 @needs_proc
 def test_workers_end_when_rank_0_is_killed(shells: list[subprocess.Popen[bytes]], folder: Path) -> None:
     shell = busy(shells[1])
-    assert list(folder.glob("tmp/*"))
+    assert list(folder.glob("tmp1/*"))
     workers = children(shell.pid)
     assert len(workers) == 1
     os.kill(shell.pid, signal.SIGKILL)
     until(lambda: not any(_alive(pid) for pid in workers), 120)
-    assert not list(folder.glob("tmp/*")), "what the ranks met by is left behind"
+    assert not list(folder.glob("tmp1/*")), "what the ranks met by is left behind"
 
 
 def test_a_lost_device_ends_the_command_with_one_sentence(
