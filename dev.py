@@ -463,21 +463,20 @@ def pip_install(install_set):
         requirements += groups.get(name, [])
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
     status = subprocess.call([*pip, "--constraint", str(CONSTRAINTS), *requirements], cwd=ROOT, stdout=sys.stderr)
-    return status or compile_all()
+    if not status:
+        compile_all()
+    return status
 
 
 def compile_all():
-    """Compile all modules on all cores, which pip does on one; the repository's own too.
+    """Compile all modules of .venv and of the repository on all cores; pip does it on one.
 
-    Where PYTHONDONTWRITEBYTECODE is set, each process would otherwise compile everything that it imports.
+    Where PYTHONDONTWRITEBYTECODE is set, each process would otherwise compile everything that it imports. Some files of
+    libraries are templates, which do not compile: the exit status and the output of compileall mean nothing.
     """
-    libraries = sorted((VENV / "Lib" if os.name == "nt" else VENV / "lib").rglob("site-packages"))[:1]
-    own = [ROOT / name for name in ("packages", "tools", "tests", "benchmarks")]
-    command = [str(PYTHON), "-m", "compileall", "-q", "-j", "0", *map(str, (*libraries, *own))]
-    subprocess.call(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )  # templates in libraries do not compile
-    return 0
+    folders = [VENV, *(ROOT / name for name in ("packages", "tools", "tests", "benchmarks"))]
+    command = [str(PYTHON), "-m", "compileall", "-q", "-j", "0", *map(str, folders)]
+    subprocess.call(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def files_digest():
