@@ -40,15 +40,15 @@ LONGEST = (
     "test_swarm.py",
     "test_from_transformers.py",
     "test_fast_path.py",
-    "test_transformers_configs.py",
     "test_scenarios.py",
-    "test_contract.py",
-    "test_attention_rules.py",
-    "test_explore.py",
-    "test_every_option.py",
-    "test_feature_pairs.py",
-    "test_default_scene.py",
     "test_structure.py",
+    "test_contract.py",
+    "test_explore.py",
+    "test_handover.py",
+    "test_tensor_parallel.py",
+    "test_no_executing_deserialiser.py",
+    "test_state_machine.py",
+    "test_affected.py",
 )
 """Files that take longest, long tests aside: processes take one file after another, so the last should be short."""
 

@@ -57,7 +57,7 @@ def npy(numbers: int) -> bytes:
 def of_size(opening: bytes, item: bytes, closing: bytes, size: int) -> bytes:
     """A body of about this size with many equal items."""
     count = (size - len(opening) - len(closing)) // (len(item) + 1)
-    return opening + b",".join([item] * count) + closing
+    return opening + (item + b",") * (count - 1) + item + closing
 
 
 MIB = 2**20
