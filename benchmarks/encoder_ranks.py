@@ -3,7 +3,7 @@
 Two engines of equal random weights (Qwen2.5-VL with a small tower) encode the same new pictures in turn; nothing else
 runs in them. Outputs must be equal. Needs torch and transformers.
 
-    python benchmarks/encoder_ranks.py [--rounds 5] [--pictures 8] [--side 30]
+    python -m benchmarks.encoder_ranks [--rounds 5] [--pictures 8] [--side 30]
 """
 
 from __future__ import annotations

@@ -85,6 +85,21 @@ def test_a_replay_has_what_python_computed_at_capture(gpu: FakeCuda) -> None:
         out.sum().item()
 
 
+def test_a_replay_copies_where_a_view_was_not_possible(gpu: FakeCuda) -> None:
+    """`reshape` and `contiguous` give a view or a copy; inference mode dispatches them whole."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.inference_mode():
+        given = torch.zeros(2, 3, device="cuda")
+        with torch.cuda.stream(stream), torch.cuda.graph(graph):
+            copied = given.movedim(0, 1).reshape(6)
+            whole = given.movedim(0, 1).contiguous()
+            viewed = given.reshape(6)
+        given.copy_(torch.arange(6.0, device="cuda").view(2, 3))
+        graph.replay()
+        assert [one.tolist() for one in (copied, whole.view(6))] == [[0, 3, 1, 4, 2, 5]] * 2
+        assert viewed.tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_what_depends_on_the_current_device_is_found() -> None:
     """It is cuda:0 in a new thread, whatever the thread has that started it."""
     with FakeCuda(interpret=False, devices=2) as gpu:

@@ -19,6 +19,7 @@ from tests.support.adapters import write_for  # noqa: E402
 from tests.support.architectures import save_architecture  # noqa: E402
 from tests.support.fake_cuda import FakeCuda  # noqa: E402
 from tests.support.fake_nixl import nixl_in_process  # noqa: E402
+from tests.support.flashinfer_wrappers import flashinfer_alone  # noqa: E402
 from tests.support.heads import saved_head  # noqa: E402
 from tests.support.model_engines import engines  # noqa: E402
 from tests.support.mtp import TorchMtp, add_mtp  # noqa: E402
@@ -81,11 +82,12 @@ KINDS: list[tuple[Callable[[Path], dict[str, Any]], set[str], set[str]]] = [
 """A folder and options, kernels that are launched among others, and files in which threads of loads wait."""
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_trial, "_tried", lambda index: None)
 
 
+@pytest.mark.usefixtures("no_trial")
 @pytest.mark.parametrize(("make", "kernels", "waits"), KINDS, ids=[make.__name__ for make, *_ in KINDS])
 def test_passes_of_models_do_not_wait(
     make: Callable[[Path], dict[str, Any]], kernels: set[str], waits: set[str], tmp_path: Path
@@ -104,6 +106,7 @@ def test_passes_of_models_do_not_wait(
     assert (graphs is not None and graphs.replays > 0) == ("cuda_graph_max_batch" in options)
 
 
+@pytest.mark.usefixtures("no_trial")
 @pytest.mark.parametrize(
     ("name", "kind", "transport", "options"),
     [
@@ -134,6 +137,42 @@ def test_windows_and_states_go_to_another_gpu(
     assert waits == {"transfer/rank.py"}
 
 
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "Qwen3.5": {"mamba_track_interval": 16},
+    "Gemma 3": {"swa_full_tokens_ratio": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_and_windows_from_host_memory_give_the_tokens_of_a_cpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prompts are evicted from the device, and come again; the canary compares the tags of what is read."""
+    flashinfer_alone(monkeypatch)
+    sizes = {"head_dim": 64} if name == "Qwen3.5" else {}
+    save_architecture(tmp_path, name, **sizes)
+    of_gpu = {one: GPU[one] for one in ("device", "piecewise_graph_max_tokens")}
+    both = {one: value for one, value in GPU.items() if one not in of_gpu}
+    both |= {"pages": 12, "host_cache_gb": 0.01, "load_tokens_min": 4, "debug": True, "dtype": "bfloat16"}
+    both |= HYBRIDS[name]
+    prompts = [[[first + number, *range(first, first + 40)] for number in range(3)] for first in (3, 50, 3)]
+
+    def answered(llm: LLM) -> list[list[int]]:
+        return [one.token_ids for some in prompts for one in llm.generate(some, THREE)]
+
+    with LLM(tmp_path, device="cpu", attention_backend="reference", **both) as llm:
+        expected = answered(llm)
+    with FakeCuda(interpret=False, devices=2) as gpu, LLM(tmp_path, **of_gpu, **both) as llm:
+        started = len(gpu.waits)
+        found, moved = answered(llm), llm.stats().tiers
+        served = {one.where.partition(":")[0] for one in gpu.waits[started:]}
+    assert found == expected
+    assert moved.host_tokens > 0
+    assert moved.blocks["load", "state" if name == "Qwen3.5" else "window"] > 0
+    assert "tiers/mover.py" in served
+
+
+@pytest.mark.usefixtures("no_trial")
 def test_only_the_encoder_of_pictures_waits(tmp_path: Path) -> None:
     """The library's code reads the sizes of a picture from the device; drafts and experts wait for nothing."""
     model, _ = save_family(tmp_path, "Qwen3.5 MoE with pictures")

@@ -18,11 +18,13 @@ from lockstep.runtime import LLM, Params, triton_trial  # noqa: E402
 from lockstep.runtime.expert_moves import RankExpertMover  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
+from tests.support.architectures import save_architecture  # noqa: E402
 from tests.support.fake_cuda import FakeCuda  # noqa: E402
 from tests.support.fake_nccl import nccl_by_gloo  # noqa: E402
 from tests.support.fake_nixl import nixl_in_process  # noqa: E402
 from tests.support.flashinfer_wrappers import flashinfer_alone  # noqa: E402
 from tests.support.model_engines import DENSE, EXPERTS, HALVES, engines, ranks_of  # noqa: E402
+from tests.support.pictures import conversations, save_family  # noqa: E402
 from tests.support.small_llm import write_weights  # noqa: E402
 from tests.support.thread_ranks import ranks_as_threads  # noqa: E402
 
@@ -115,6 +117,50 @@ def test_ranks_draw_the_tokens_of_a_cpu(
     assert (graphs is not None and graphs.replays > 0) == (name in GRAPHS)
     assert [one.token_ids for one in answers] == expected[model]
     assert served == waits
+
+
+LIBRARY: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "OLMo 2": ({"hidden_size": 256}, PLANS),  # queries and keys are joined, and so are norms over all heads
+    "Qwen3.5": ({"head_dim": 64}, PLANS),
+    "Gemma 2": ({"head_dim": 64}, set()),
+}
+"""Models that run by transformers' code: settings, files in which a rank waits while it serves."""
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_ranks_of_a_library_model_draw_the_tokens_of_ranks_on_a_cpu(
+    name: str, flashinfer: ModuleType, tmp_path: Path
+) -> None:
+    """Sums of two ranks have the same bits on both. Prompts run in pieces, collectives among them."""
+    pytest.importorskip("transformers", reason="the models run by transformers' code")
+    settings, waits = LIBRARY[name]
+    save_architecture(tmp_path, name, **settings)
+    options = {"tp": 2, "dtype": "bfloat16"}
+    with LLM(tmp_path, device="cpu", attention_backend="reference", **SIZES, **options) as llm:
+        expected = [one.token_ids for one in llm.generate(PROMPTS, FIVE)]
+    with gpus(2) as gpu, LLM(tmp_path, **{**GPU, **options, "cuda_graph_max_batch": None}) as llm:
+        started = len(gpu.waits)
+        found = [one.token_ids for one in llm.generate(PROMPTS, FIVE)]
+        served = waits_since(gpu, started)
+    assert found == expected
+    assert served == waits
+
+
+def test_ranks_divide_pictures_and_draw_the_tokens_of_ranks_on_a_cpu(flashinfer: ModuleType, tmp_path: Path) -> None:
+    """Only the library's encoder and the notes that go ahead of its outputs are waited for."""
+    pytest.importorskip("transformers", reason="the models run by transformers' code")
+    pytest.importorskip("PIL", reason="images are decoded by Pillow")
+    save_family(tmp_path, "Qwen2.5-VL")
+    asked = [one for one, _, _ in conversations(8, 1)][:4]
+    options = {"tp": 2, "dtype": "bfloat16", "context_tokens_max": 512}
+    with LLM(tmp_path, device="cpu", attention_backend="reference", **{**SIZES, **options}) as llm:
+        expected = [one.token_ids for one in llm.chat(asked, FIVE)]
+    with gpus(2) as gpu, LLM(tmp_path, **{**GPU, **options, "cuda_graph_max_batch": None}) as llm:
+        started = len(gpu.waits)
+        found = [one.token_ids for one in llm.chat(asked, FIVE)]
+        served = waits_since(gpu, started)
+    assert found == expected
+    assert served == {"from_transformers/media_encoder.py", "media_share.py"}
 
 
 def test_graphs_of_experts_that_are_sent_to_are_refused(flashinfer: ModuleType, folders: dict[str, Path]) -> None:

@@ -310,10 +310,9 @@ class FakeCuda(TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Keep an operation: views stand, results of others are computed again into the same memory."""
         assert self.capturing is not None
-        if func.is_view or any(
-            one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns
-        ):
-            return
+        aliases = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        if (func.is_view or aliases) and memory_of(result) <= memory_of((args, kwargs)):
+            return  # `reshape` and `contiguous` may copy, and then they are no views
 
         def again() -> None:
             new = computed(func, args, kwargs)
@@ -676,6 +675,11 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     if func.overloadpacket is aten.histc and not args[0].is_floating_point():
         return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
     return func(*args, **kwargs)
+
+
+def memory_of(tree: Any) -> set[int]:
+    """Return the addresses of the memory of all tensors in a tree of arguments."""
+    return {one.untyped_storage().data_ptr() for one in tree_flatten(tree)[0] if isinstance(one, Tensor)}
 
 
 def inner_of(one: Any) -> Any:
