@@ -80,12 +80,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--longest-files", type=int, default=0, metavar="N", help="print the N files that take longest")
 
 
-@pytest.hookimpl(tryfirst=True)  # ahead of the choice by `-m`
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark long tests ahead of the choice by `-m`; sort behind pytest's own order, by fixtures of modules."""
     tests = [item.nodeid for item in items]
     for item in items:
         if is_long(item.nodeid):
             item.add_marker("long")
+    wrong = unknown_long_tests(tests)
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"{LONG_TESTS_FILE} names tests that are not there: {', '.join(wrong)}")
+    yield
     places = {path: random.Random(f"{config.getoption('--long-order')} {path}").random() for path in LONG_FILES}
 
     def place(item: pytest.Item) -> tuple[bool, float, bool]:
@@ -93,9 +98,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return long, places[item.nodeid.partition("::")[0]] if long else 0.0, item.path.name not in LONGEST
 
     items.sort(key=place)  # stable: the order within a file stays
-    wrong = unknown_long_tests(tests)
-    if wrong and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"{LONG_TESTS_FILE} names tests that are not there: {', '.join(wrong)}")
 
 
 def is_long(test: str) -> bool:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import LONGEST, is_long, unknown_long_tests
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,3 +56,13 @@ def test_a_long_test_does_not_begin_after_its_time() -> None:
     assert found.returncode == 0, found.stdout
     assert "the time for long tests is over" in found.stdout
     assert "1 skipped" in found.stdout
+
+
+def test_no_long_test_stands_ahead_of_another() -> None:
+    """Their file shares a fixture of a module with parameters between both, by which pytest orders tests."""
+    pytest.importorskip("transformers", reason="the file is skipped without it")
+    command = ("-m", "pytest", "tests/runtime/test_latent.py", "--collect-only", "-q", "-n0", "-p", "no:cacheprovider")
+    found = subprocess.run((sys.executable, *command), cwd=ROOT, capture_output=True, text=True, check=False)
+    long = [is_long(line) for line in found.stdout.splitlines() if "::" in line]
+    assert len(set(long)) == 2
+    assert long == sorted(long)
