@@ -58,7 +58,7 @@ def test_a_long_test_does_not_begin_after_its_time() -> None:
     assert "1 skipped" in found.stdout
 
 
-def test_no_long_test_stands_ahead_of_another() -> None:
+def test_no_long_test_stands_ahead_of_a_short_one() -> None:
     """Their file shares a fixture of a module with parameters between both, by which pytest orders tests."""
     pytest.importorskip("transformers", reason="the file is skipped without it")
     command = ("-m", "pytest", "tests/runtime/test_latent.py", "--collect-only", "-q", "-n0", "-p", "no:cacheprovider")

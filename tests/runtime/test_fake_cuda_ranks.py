@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -127,21 +127,29 @@ LIBRARY: dict[str, tuple[dict[str, Any], set[str]]] = {
 """Models that run by transformers' code: settings, files in which a rank waits while it serves."""
 
 
+def on_a_cpu_and_on_gpus(
+    folder: Path, answer: Callable[[LLM], list[Any]], **options: Any
+) -> tuple[list[list[int]], list[list[int]], set[str]]:
+    """Return the tokens of two ranks on a CPU, those of two ranks on GPUs, and the files in which the latter waited.
+
+    Sums of two ranks have the same bits on both. On GPUs prompts run in pieces, collectives among them.
+    """
+    both = {"tp": 2, "dtype": "bfloat16", **options}
+    with LLM(folder, device="cpu", attention_backend="reference", **{**SIZES, **both}) as llm:
+        expected = [one.token_ids for one in answer(llm)]
+    with gpus(2) as gpu, LLM(folder, **{**GPU, **both, "cuda_graph_max_batch": None}) as llm:
+        started = len(gpu.waits)
+        return expected, [one.token_ids for one in answer(llm)], waits_since(gpu, started)
+
+
 @pytest.mark.parametrize("name", LIBRARY)
 def test_ranks_of_a_library_model_draw_the_tokens_of_ranks_on_a_cpu(
     name: str, flashinfer: ModuleType, tmp_path: Path
 ) -> None:
-    """Sums of two ranks have the same bits on both. Prompts run in pieces, collectives among them."""
     pytest.importorskip("transformers", reason="the models run by transformers' code")
     settings, waits = LIBRARY[name]
     save_architecture(tmp_path, name, **settings)
-    options = {"tp": 2, "dtype": "bfloat16"}
-    with LLM(tmp_path, device="cpu", attention_backend="reference", **SIZES, **options) as llm:
-        expected = [one.token_ids for one in llm.generate(PROMPTS, FIVE)]
-    with gpus(2) as gpu, LLM(tmp_path, **{**GPU, **options, "cuda_graph_max_batch": None}) as llm:
-        started = len(gpu.waits)
-        found = [one.token_ids for one in llm.generate(PROMPTS, FIVE)]
-        served = waits_since(gpu, started)
+    expected, found, served = on_a_cpu_and_on_gpus(tmp_path, lambda llm: llm.generate(PROMPTS, FIVE))
     assert found == expected
     assert served == waits
 
@@ -152,13 +160,7 @@ def test_ranks_divide_pictures_and_draw_the_tokens_of_ranks_on_a_cpu(flashinfer:
     pytest.importorskip("PIL", reason="images are decoded by Pillow")
     save_family(tmp_path, "Qwen2.5-VL")
     asked = [one for one, _, _ in conversations(8, 1)][:4]
-    options = {"tp": 2, "dtype": "bfloat16", "context_tokens_max": 512}
-    with LLM(tmp_path, device="cpu", attention_backend="reference", **{**SIZES, **options}) as llm:
-        expected = [one.token_ids for one in llm.chat(asked, FIVE)]
-    with gpus(2) as gpu, LLM(tmp_path, **{**GPU, **options, "cuda_graph_max_batch": None}) as llm:
-        started = len(gpu.waits)
-        found = [one.token_ids for one in llm.chat(asked, FIVE)]
-        served = waits_since(gpu, started)
+    expected, found, served = on_a_cpu_and_on_gpus(tmp_path, lambda llm: llm.chat(asked, FIVE), context_tokens_max=512)
     assert found == expected
     assert served == {"from_transformers/media_encoder.py", "media_share.py"}
 
