@@ -42,12 +42,14 @@ def config(**changes: Any) -> SchedConfig:
     return SchedConfig(**settings)
 
 
-def served(folder: Path, cpu: CpuModel = LANE, **changes: Any) -> dict[str, tuple[float, float, float]]:
+def served(
+    folder: Path, cpu: CpuModel = LANE, workload: str = WORKLOAD, **changes: Any
+) -> dict[str, tuple[float, float, float]]:
     """Write the journal of an engine with this CPU lane. Returns its answers by label."""
     settings = config(**changes)
     cost = roofline_model(load_model(MODEL), load_gpu(GPU))
     metrics = MetricsFold(kv_pages=settings.pages)
-    turns = open_workload(WORKLOAD, seed=3).turns
+    turns = open_workload(workload, seed=3).turns
     with JournalWriter.create(folder, JournalHeader(config=settings, host={"model": MODEL, "gpu": GPU})) as journal:
         host = EngineHost(Environment(), Engine(settings), Arrivals(turns), cost, cpu, journal, metrics)
         host.env.process(host.run())
@@ -56,9 +58,11 @@ def served(folder: Path, cpu: CpuModel = LANE, **changes: Any) -> dict[str, tupl
     return answers_of(metrics.result())
 
 
-def client_of(folder: Path, frontend_us: float, *, clock_us: int = 0, skipped: int = 0) -> ClientRun:
+def client_of(
+    folder: Path, frontend_us: float, *, clock_us: int = 0, skipped: int = 0, workload: str = WORKLOAD
+) -> ClientRun:
     """Return the client of a served run, with times `frontend_us` longer than the engine's."""
-    turns, answers = open_workload(WORKLOAD, seed=3).turns, EngineRun.read(folder).answers
+    turns, answers = open_workload(workload, seed=3).turns, EngineRun.read(folder).answers
     rows = np.arange(skipped, len(turns))
     values = np.array([answers[label] for label in turns.labels(rows)])
     return ClientRun(
@@ -115,6 +119,17 @@ def test_the_front_end_is_what_the_client_measured_beyond_the_engine(tmp_path: P
     low, high = found.interval("ttft")
     assert 0.98 < low < 1.02
     assert 0.98 < high < 1.02
+
+
+def test_the_front_end_of_an_idle_engine_does_not_depend_on_predictions(tmp_path: Path) -> None:
+    calm = WORKLOAD.replace("rate=25", "rate=5")
+    served(tmp_path, workload=calm)
+    run = EngineRun.read(tmp_path)
+    assert sum(run.idle.values()) > len(run.idle) / 2
+    cost = roofline_model(load_model(MODEL), load_gpu(GPU))
+    fast = msgspec.structs.replace(UNCALIBRATED, engine="lockstep", correction=Correction(kernels=0.5))
+    twin = Twin.of(run, client_of(tmp_path, 4_000.0, workload=calm), fast.cost_model(cost), LANE)
+    assert twin.frontend_us == pytest.approx(4_000.0, abs=1.0)
 
 
 def test_the_requests_of_the_engine_alone_count_from_when_they_came(tmp_path: Path) -> None:

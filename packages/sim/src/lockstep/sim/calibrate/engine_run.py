@@ -8,8 +8,9 @@
 
 The client's clock and the engine's differ by an unknown constant, so no time of one is compared with a time of the
 other. Requests of both are paired by their lengths, in order of arrival. The engine records an arrival when its loop
-takes the request in, which is up to a batch later than the request reached it. So the front end is what the client
-measured beyond a simulation of the client's own arrivals, in which requests wait for the loop, too.
+takes the request in, which is up to a batch later than the request reached it, unless the engine was idle. So the
+front end is what the client measured beyond the engine for requests that found it idle, if these are most. Under more
+load it is what the client measured beyond a simulation of its own arrivals, in which requests wait for the loop, too.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ Int64s = NDArray[np.int64]
 
 GAPS_MIN = 50  # gaps from which a lane is fitted
 LONG_GAP = 20.0  # times the median: a longer gap is time of other processes, not of the engine
+IDLE_MIN, IDLE_SHARE = 20, 0.5  # requests that found the engine idle, from which on the front end is theirs
 PAIRED_MIN = 0.95  # share of the client's requests that must be found in the journal
 Answer = tuple[float, float, float]
 """TTFT, TPOT and end-to-end time of a request, in us; NaN where it has none."""
@@ -84,6 +86,7 @@ class EngineRun:
     plans: LaneSpans  # from a launch slot to the start of the batch, while the device is idle
     answers: Mapping[str, Answer]  # by label
     came_us: Mapping[str, float]  # by label: how long before its recorded arrival the request came, as an estimate
+    idle: Mapping[str, bool]  # by label: whether the request found the engine idle
 
     @classmethod
     def read(cls, folder: Path) -> EngineRun:
@@ -109,6 +112,7 @@ class EngineRun:
             LaneSpans.of(gaps.plans_us, gaps.plan_counts),
             answers_of(metrics.result()),
             gaps.came_us,
+            gaps.idle,
         )
 
     @cached_property
@@ -208,13 +212,15 @@ class GapFold:
         self._arrived = 0
         self._took_us = 0  # duration of the last batch
         self.came_us: dict[str, float] = {}
+        self.idle: dict[str, bool] = {}
 
     def observe(self, event: ObservedEvent, step: Step) -> None:
         """Take in an event and its Step."""
         if type(event) is RequestArrived:
             self._open += event.parallel_samples
             self._arrived += event.parallel_samples
-            if not self._open - event.parallel_samples and not self._launched:  # the engine was idle
+            self.idle[event.label] = not self._open - event.parallel_samples and not self._launched
+            if self.idle[event.label]:
                 self._since, self._arrived = (event.time_us, 0), event.parallel_samples
             elif self._since is not None and self._since[1]:  # taken in behind a batch, so it came during that batch
                 self.came_us[event.label] = self._took_us / 2.0
@@ -339,7 +345,12 @@ class Twin:
         labels = turns.labels(rows[known])
         measured = {metric: client.values(metric)[known] for metric in METRICS}
         simulated = _columns([answers.get(label, NO_ANSWER) for label in labels])
-        return cls(measured, simulated, middle(measured["ttft"] - simulated["ttft"]))
+        beyond_us = measured["ttft"] - simulated["ttft"]
+        idle = np.array([run.idle.get(label, False) for label in labels])
+        if idle.sum() >= IDLE_MIN and idle.mean() >= IDLE_SHARE:  # exact, while batches differ from simulated ones
+            of_engine = np.array([run.answers.get(label, NO_ANSWER)[0] for label in labels])
+            beyond_us = (measured["ttft"] - of_engine)[idle]
+        return cls(measured, simulated, middle(beyond_us))
 
     @classmethod
     def of_engine(cls, run: EngineRun, cost: CostModel, cpu: CpuModel) -> Twin:
