@@ -6,15 +6,14 @@
 
 For each feature `lockstep serve` runs on this CPU, one thread for each rank, and `lockstep bench serve` sends requests.
 `lockstep simulate` then has the same requests, the settings of the engine's journal and a calibration. The calibration
-is never of the run that it predicts: `fit` runs send other requests (another seed) before. Features whose batches
-cannot be timed alone (stages, prefill and decode engines, tiers) take the calibration of one engine without a feature,
-with the threads of one rank and requests of the same kind; ranks that compute together take one of their own layout.
-For stages a run of their own gives what messages between processes take: the CPU time around batches, and the time of
-a send, by which decodes of one request take longer than on one engine. The time between the client and the engine is
-that of the plain engine in all of them.
+is never of the run that it predicts: a server of the same layout gets other requests (another seed), and its batches
+are fitted. For prefill and decode engines these are the batches of both, and the time from the end of a prompt to the
+end of its transfer gives the latency of the link. Batches of stages cannot be timed alone. Stages take the calibration
+of one engine, the CPU time around their own batches, and the time of a send, by which decodes of one request take
+longer than on one engine. The time between the client and the engine is that of the plain engine in all of them.
 
-The speed of a machine that others use, too, changes by the minute. So every round measures and fits every feature once,
-and the medians of all rounds are compared.
+The speed of a machine that others use, too, changes by the minute. So the servers of the fit and of the feature are
+there together and get parts of their requests in turn; one of them is idle while the other one answers.
 
 An idle machine is needed: the ranks of a feature use both cores of a machine that has two.
 """
@@ -22,34 +21,42 @@ An idle machine is needed: the ranks of a feature use both cores of a machine th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
 from live_server import serving
+from numpy.typing import NDArray
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.runtime.demo_model import demo_model_folder
-from lockstep.sim.calibrate.engine_run import EngineRun
-from lockstep.sim.cost import Calibration
-from lockstep.sim.results.batch_times import BatchTime
+from lockstep.sim.calibrate.calibrate import batch_weights, timed_batches
+from lockstep.sim.calibrate.engine_run import METRICS, EngineRun
+from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.cost import Calibration, roofline_model
+from lockstep.sim.cost.fit import correction_of
+from lockstep.sim.results.batch_times import BatchTime, BatchTimes
 from lockstep.sim.results.stored_run import read_run
 from lockstep.sim.scenario.settings import flag_of_setting, unusual_settings
 
 CHAT = "gen:n={n},rate=1,input=lognormal:600:0.4,output=lognormal:40:0.4"
 PREFIXES = "gen:n={n},rate=1,input=lognormal:100:0.4,output=lognormal:40:0.4,shared_prefix=2000x6"
 FIT_SEED, TEST_SEED = 7, 8
-WARM_UP = 3  # requests that neither side counts
+WARM_UP = 3  # requests that are not compared
+COLD = 12  # the same of PREFIXES whose shared beginning is often new: prompts of 2,000 tokens that wait for each other
 SHARED_BY_RANKS = ("pages", "chunked_prefill_size", "max_running_requests")  # of all shards together in a simulation
 KV_BYTES_SHARE = 0.5  # the simulator's KV is bf16, that of a CPU float32
-NO_OPTIONS: tuple[str, ...] = ()
+CPU_CORE = resources.files("lockstep.sim.catalogue") / "cpus" / "cpu-core.json"
 DATE = "2026-11-28"  # of the calibrations, which are not kept
 
 
@@ -61,96 +68,156 @@ class Feature:
     serve: tuple[str, ...] = ()
     simulate: tuple[str, ...] = ()
     layout: tuple[str, ...] = ()  # options of both
-    fit: Literal["plain", "prefixes", "own", "stages"] = "plain"  # whose runs calibrate it, see above
+    fit: Literal["plain", "own", "roles", "stages"] = "own"  # how a calibration is made, see above
     journal: str = ""  # folder of an engine below that of the server
     ranks: int = 1  # data-parallel ranks, by whose number settings of one rank are multiplied
     load: str = CHAT
+    from_request: int = WARM_UP  # the first one that is compared
     experts: bool = False  # the model with experts instead of the demo model
+    storage: bool = False  # with a folder of its own, which is empty before a run
 
 
-def features(host_gbs: float, storage_gbs: float, link_gbs: float, storage: Path) -> list[Feature]:
+def features(host_gbs: float, storage_gbs: float, link_gbs: float) -> list[Feature]:
     """Return the features in the order in which they are measured; the plain engine is the first."""
     tiers = ("--host-cache-gb", "1", "--set", "pages=400")
     simulated_tiers = (
         "--host-cache-gb", str(KV_BYTES_SHARE), "--host-link-gbs", str(host_gbs * KV_BYTES_SHARE),
     )  # fmt: skip
     handover = ("--prefill-engines", "1", "--decode-engines", "1")
-    below = ("--storage", str(storage), "--storage-gb", "4", "--prefetch-policy", "wait_complete")
+    small = ("--host-cache-gb", "0.03", "--set", "pages=400")  # three of six shared beginnings: others are in storage
+    below = (*small, "--storage-gb", "4", "--prefetch-policy", "wait_complete")
     stored = (
+        "--host-cache-gb", str(0.03 * KV_BYTES_SHARE), "--host-link-gbs", str(host_gbs * KV_BYTES_SHARE),
         "--storage-gb", "2", "--storage-gbs", str(storage_gbs * KV_BYTES_SHARE), "--prefetch-policy", "wait_complete",
     )  # fmt: skip
     ranks = ("--tp", "2", "--attention-dp", "2", "--rank-schedulers")
     return [
-        Feature("plain"),
-        Feature("prefixes", load=PREFIXES, fit="prefixes"),
-        Feature("host memory", tiers, simulated_tiers, load=PREFIXES, fit="prefixes"),
-        Feature("storage", (*tiers, *below), (*simulated_tiers, *stored), load=PREFIXES, fit="prefixes"),
+        Feature("plain", fit="plain"),
+        Feature("prefixes", load=PREFIXES, from_request=COLD),
+        Feature("host memory", tiers, simulated_tiers, load=PREFIXES, from_request=COLD),
+        Feature("storage", below, stored, load=PREFIXES, storage=True, from_request=COLD),
         Feature(
-            "prefill and decode engines", simulate=("--link-bandwidth", str(link_gbs)), layout=handover,
+            "prefill and decode engines", fit="roles", simulate=("--link-bandwidth", str(link_gbs)), layout=handover,
             journal="engines/1",
         ),
         Feature("pp 2", layout=("--pp", "2"), fit="stages"),
-        Feature("tp 2", layout=("--tp", "2"), fit="own"),
-        Feature("attention-dp 2", layout=ranks, fit="own", journal="engines/0", ranks=2),
-        Feature("tp 2, experts", layout=("--tp", "2"), fit="own", experts=True),
-        Feature("ep 2", layout=("--tp", "2", "--ep", "2"), fit="own", experts=True),
-        Feature("ep 2, all-to-all", layout=(*ranks, "--ep", "2", "--moe-a2a"), fit="own", experts=True,
+        Feature("tp 2", layout=("--tp", "2")),
+        Feature("attention-dp 2", layout=ranks, journal="engines/0", ranks=2),
+        Feature("tp 2, experts", layout=("--tp", "2"), experts=True),
+        Feature("ep 2", layout=("--tp", "2", "--ep", "2"), experts=True),
+        Feature("ep 2, all-to-all", layout=(*ranks, "--ep", "2", "--moe-a2a"), experts=True,
                 journal="engines/0", ranks=2),
         Feature("two halves", layout=(*ranks, "--ep", "2", "--moe-a2a"),
                 serve=("--set", "two_batch_overlap=true", "--set", "two_batch_decode_tokens=2"),
-                fit="own", experts=True, journal="engines/0", ranks=2),
+                experts=True, journal="engines/0", ranks=2),
     ]  # fmt: skip
 
 
 class Bench:
-    """The runs of features in one folder."""
+    """The runs of features in one folder.
 
-    def __init__(self, folder: Path, requests: int, experts: Path) -> None:
-        self._folder, self._requests, self._experts = folder, requests, experts
+    Args:
+        seconds: of each part of a load; one request a second arrives.
+        parts: of each load.
+    """
+
+    def __init__(self, folder: Path, seconds: int, parts: int, experts: Path) -> None:
+        self._folder, self._seconds, self._parts, self._experts = folder, seconds, parts, experts
 
     def at(self, feature: Feature, part: str) -> Path:
         """Return a path for a part of what is known of a feature."""
         return self._folder / f"{feature.name.replace(' ', '-').replace(',', '')}-{part}"
 
-    def serve(self, feature: Feature, part: str, seed: int) -> Path:
-        """Send the requests of a seed to a server with the feature; return the folder of its journal."""
-        journal = self.at(feature, part)
-        client = self.client(journal)
-        for folder in (journal, client):
-            shutil.rmtree(folder, ignore_errors=True)
-        model = ("--model", str(self._experts), "--random-weights", "1") if feature.experts else ()
-        with serving(*model, *feature.serve, *feature.layout, "--journal", str(journal)) as (url, _):
-            lockstep(
-                "bench", "serve", "--to", url, "--workload", feature.load.format(n=self._requests), "--seed", str(seed),
-                "--warm-up", str(WARM_UP), "--out", str(client),
-            )  # fmt: skip
-        return journal
+    def _workload(self, feature: Feature, window: tuple[int, int]) -> tuple[str, ...]:
+        load = feature.load.format(n=2 * self._parts * self._seconds)  # more than arrive in all windows
+        return ("--workload", load, "--time-window", f"{window[0]}..{window[1]}")
+
+    def serve(self, runs: Mapping[str, tuple[Feature, int]], of: Feature) -> dict[str, Path]:
+        """Send parts of loads to several servers in turn; return the folders of their journals.
+
+        Args:
+            runs: by name, a server with a feature, and the seed of its requests.
+            of: the feature that these runs are of.
+        """
+        journals = {name: self.at(of, name) for name in runs}
+        with contextlib.ExitStack() as servers:
+            urls = {}
+            for name, (feature, _) in runs.items():
+                storage = self.at(of, f"{name}-store")
+                for folder in (journals[name], storage):
+                    shutil.rmtree(folder, ignore_errors=True)
+                below = ("--storage", str(storage)) if feature.storage else ()
+                model = ("--model", str(self._experts), "--random-weights", "1") if feature.experts else ()
+                server = serving(*model, *feature.serve, *below, *feature.layout, "--journal", str(journals[name]))
+                urls[name], _ = servers.enter_context(server)
+            for number in range(self._parts):
+                window = (number * self._seconds, (number + 1) * self._seconds)
+                for name, (feature, seed) in runs.items():
+                    client = self.client(journals[name], number)
+                    shutil.rmtree(client, ignore_errors=True)
+                    lockstep(
+                        "bench", "serve", "--to", urls[name], *self._workload(feature, window), "--seed", str(seed),
+                        "--out", str(client),
+                    )  # fmt: skip
+        return journals
 
     @staticmethod
-    def client(journal: Path) -> Path:
-        """Return the folder of what the client measured of a run."""
-        return journal.with_name(f"{journal.name}-client")
+    def client(journal: Path, number: int) -> Path:
+        """Return the folder of what the client measured of a part of a run."""
+        return journal.with_name(f"{journal.name}-client-{number}")
 
-    def calibrate(self, feature: Feature, run: Path, part: str, *, with_client: bool = False) -> Path:
-        """Fit a calibration to a run and, if asked, to its client's requests; return its file."""
-        file = self.at(feature, f"{part}.json")
-        at = ("--client", str(self.client(run))) if with_client else ()
-        of = ("--model", str(self._experts)) if feature.experts else ()
-        lockstep("calibrate", "journal", str(run / feature.journal), *of, *at, "--date", DATE, "--out", str(file))
+    def clients(self, journal: Path) -> list[Path]:
+        """Return the folders of what the client measured of a run."""
+        return [self.client(journal, number) for number in range(self._parts)]
+
+    def calibrate(self, feature: Feature, run: Path, of: Feature, *, with_client: bool = False) -> Path:
+        """Fit a calibration to a run and, if asked, to its client's last requests; return its file."""
+        file = self.at(of, "fit.json")
+        at = ("--client", str(self.clients(run)[-1])) if with_client else ()
+        model = ("--model", str(self._experts)) if feature.experts else ()
+        lockstep("calibrate", "journal", str(run / feature.journal), *model, *at, "--date", DATE, "--out", str(file))
         return file
 
-    def simulate(self, feature: Feature, run: Path, calibration: Path, part: str, link: Sequence[str] = ()) -> Path:
+    def simulate(self, feature: Feature, run: Path, costs: Costs) -> Path:
         """Simulate the requests of a test run; return the run folder."""
-        folder = self.at(feature, part)
+        folder = self.at(feature, "simulated")
         shutil.rmtree(folder, ignore_errors=True)
         config = EngineRun.read(run / feature.journal).config
         model = str(self._experts) if feature.experts else "demo"
         lockstep(
-            "simulate", "--model", model, "--gpu", "cpu", "--workload", feature.load.format(n=self._requests),
-            "--seed", str(TEST_SEED), "--warm-up", str(WARM_UP), "--calibration", str(calibration),
-            *feature.layout, *feature.simulate, *link, *settings_of(config, feature), "--out", str(folder),
+            "simulate", "--model", model, "--gpu", str(costs.device),
+            *self._workload(feature, (0, self._parts * self._seconds)), "--seed", str(TEST_SEED),
+            "--calibration", str(costs.calibration), *feature.layout, *feature.simulate, *costs.options,
+            *settings_of(config, feature), "--out", str(folder),
         )  # fmt: skip
         return folder
+
+    def compare(self, feature: Feature, plain: Feature) -> None:
+        """Serve and simulate a feature, and print the figures of both."""
+        runs = {"fit": (feature, FIT_SEED), "test": (feature, TEST_SEED)}
+        if feature.fit == "stages":
+            runs["plain"] = (plain, FIT_SEED)
+        journals = self.serve(runs, feature)
+        of_plain = self.at(plain, "fit.json")
+        if feature.fit == "plain":
+            costs = Costs(self.calibrate(feature, journals["fit"], feature, with_client=True))
+        elif feature.fit == "own":
+            costs = Costs(with_frontend(self.calibrate(feature, journals["fit"], feature), of_plain))
+        elif feature.fit == "roles":
+            costs = of_roles(of_plain, journals["fit"], feature, self.at(feature, "fit.json"))
+        else:
+            calibration = with_frontend(self.calibrate(plain, journals["plain"], feature), of_plain)
+            costs = of_stages(calibration, journals["plain"], journals["fit"], self.at(feature, "link"))
+        show(feature, self.clients(journals["test"]), self.simulate(feature, journals["test"], costs))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a simulation takes from runs of the fit: a calibration, a device, and options."""
+
+    calibration: Path
+    device: Path = Path("cpu")
+    options: tuple[str, ...] = ()
 
 
 def settings_of(config: SchedConfig, feature: Feature) -> list[str]:
@@ -176,29 +243,36 @@ def lockstep(*arguments: str) -> None:
         raise SystemExit(f"lockstep {' '.join(arguments)}\n{done.stdout}{done.stderr}")
 
 
-def figures(folder: Path) -> dict[str, float]:
-    """Return mean and median of TTFT, TPOT and end-to-end time of a run folder's requests, in ms."""
-    requests = read_run(folder).requests
-    assert requests is not None
-    rows = np.isin(requests["finish_reason"], ("length", "stop"))
+def figures(folders: Sequence[Path], from_request: int) -> dict[str, float]:
+    """Return mean and median of TTFT, TPOT and end-to-end time of a run's requests, in ms.
+
+    Args:
+        folders: run folders of the parts of a run.
+        from_request: the first request that counts.
+    """
+    columns: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
+    for folder in folders:
+        requests = read_run(folder).requests
+        assert requests is not None
+        order = np.argsort(requests["request_id"])
+        done = np.isin(requests["finish_reason"], ("length", "stop"))
+        for metric in METRICS:
+            values = np.asarray(requests[f"{metric}_us"], np.float64)
+            columns[metric].append(np.where(done & (values >= 0), values, np.nan)[order])
     found = {}
-    for metric in ("ttft", "tpot", "e2e"):
-        values = np.asarray(requests[f"{metric}_us"], np.float64)[rows]
-        values = values[np.isfinite(values) & (values >= 0)]
-        found[f"{metric} mean"], found[f"{metric} p50"] = float(values.mean()) / 1e3, float(np.median(values)) / 1e3
+    for metric, parts in columns.items():
+        values = np.concatenate(parts)[from_request:] / 1e3
+        found[f"{metric} mean"], found[f"{metric} p50"] = float(np.nanmean(values)), float(np.nanmedian(values))
     return found
 
 
-def show(name: str, measured: Sequence[Path], simulated: Sequence[Path]) -> None:
-    """Print a row for each figure: measured and simulated in each round, their medians, and how far these are apart."""
-    runs, predicted = [figures(folder) for folder in measured], [figures(folder) for folder in simulated]
-    for figure in predicted[0]:
-        took, expected = [run[figure] for run in runs], [run[figure] for run in predicted]
-        middle, foreseen = float(np.median(took)), float(np.median(expected))
-        each, of_each = (" ".join(f"{ms:.2f}" for ms in values) for values in (took, expected))
+def show(feature: Feature, measured: Sequence[Path], simulated: Path) -> None:
+    """Print a row for each figure: measured, simulated, and how far they are apart."""
+    took, expected = figures(measured, feature.from_request), figures([simulated], feature.from_request)
+    for figure, ms in took.items():
+        foreseen = expected[figure]
         print(
-            f"{name:28}{figure:10}{middle:9.2f} ms measured ({each}){foreseen:9.2f} ms simulated ({of_each})  "
-            f"{foreseen / middle - 1:+.0%}",
+            f"{feature.name:28}{figure:10}{ms:9.2f} ms measured {foreseen:9.2f} ms simulated  {foreseen / ms - 1:+.0%}",
             flush=True,
         )
 
@@ -232,20 +306,52 @@ def with_frontend(calibration: Path, plain: Path) -> Path:
     return calibration
 
 
-def of_stages(calibration: Path, plain: Path, staged: Path, file: Path) -> tuple[Path, tuple[str, ...]]:
-    """Return a calibration of one engine with the CPU time around batches of stages, and the options of their link.
+def of_roles(of_plain: Path, run: Path, feature: Feature, file: Path) -> Costs:
+    """Return the costs of prefill and decode engines: their batches, and the latency of their link.
+
+    Args:
+        of_plain: calibration that has the front end.
+        run: with the journals of a prefill and a decode engine.
+        file: where the calibration goes.
+    """
+    prefill, decode = (EngineRun.read(run / "engines" / number) for number in ("0", "1"))
+    model = load_model("demo")
+    timed = timed_batches(
+        BatchTimes([*prefill.times.batches, *decode.times.batches]), roofline_model(model, load_gpu("cpu")), run
+    )
+    known, lane = Calibration.load(of_plain), decode.lane()
+    assert lane is not None  # a run of a few requests has many more gaps
+    correction = correction_of(batch_weights(timed.parts, timed.took_us), known.correction.frontend_us)
+    msgspec.structs.replace(known, correction=correction, lane=lane).save(file)
+    sent_us = np.median([e2e_us - ttft_us for ttft_us, _, e2e_us in prefill.answers.values()])
+    rate_gbs = float(feature.simulate[feature.simulate.index("--link-bandwidth") + 1])
+    copied_us = (
+        np.median([one.shape.extend_tokens for one in prefill.times.batches])
+        * model.kv_bytes_per_token("bf16")
+        / (rate_gbs * 1e3)
+    )
+    return Costs(file, options=("--link-latency", f"{max(0, round(float(sent_us - copied_us)))}us"))
+
+
+def of_stages(calibration: Path, plain: Path, staged: Path, folder: Path) -> Costs:
+    """Return the costs of stages: a calibration of one engine, with their CPU time around batches and their link.
 
     Args:
         plain, staged: runs of one engine and of stages.
-        file: where the calibration goes.
+        folder: where the files go.
     """
     runs = [EngineRun.read(plain), EngineRun.read(staged)]
     alone_us, staged_us = (np.median([one.took_us for one in run.times.batches if is_single(one)]) for run in runs)
-    send_us = max(0, round(float(staged_us - alone_us)))
     lane = runs[1].lane()
     assert lane is not None  # a run of a few requests has many more gaps
-    msgspec.structs.replace(Calibration.load(calibration), lane=lane).save(file)
-    return file, ("--scale-up-gpus", "1", "--network-latency", f"{send_us}us")
+    folder.mkdir(exist_ok=True)
+    fit, device = folder / "calibration.json", folder / "device.json"
+    msgspec.structs.replace(Calibration.load(calibration), lane=lane).save(fit)
+    described = json.loads(CPU_CORE.read_text())
+    described["measured"] = {"send_latency_us": max(0, round(float(staged_us - alone_us)))}
+    described["sources"]["measured.send_latency_us"] = "decodes of one request, by stages and by one engine"
+    device.write_text(json.dumps(described))
+    return Costs(fit, device)
 
 
 def is_single(batch: BatchTime) -> bool:
@@ -253,60 +359,27 @@ def is_single(batch: BatchTime) -> bool:
     return batch.mode == "decode" and batch.shape.decode_rows == 1
 
 
-class Rounds:
-    """The rounds of all features: runs to fit and to compare with, and simulations."""
-
-    def __init__(self, bench: Bench, plain: Feature, prefixes: Feature) -> None:
-        self._bench, self._plain, self._prefixes = bench, plain, prefixes
-        self.measured: dict[str, list[Path]] = {}
-        self.simulated: dict[str, list[Path]] = {}
-
-    def run(self, number: int, features: Sequence[Feature]) -> None:
-        """Serve and simulate each feature once."""
-        bench, plain, prefixes = self._bench, self._plain, self._prefixes
-        plain_run = bench.serve(plain, f"fit-{number}", FIT_SEED)
-        plain_fit = bench.calibrate(plain, plain_run, f"fit-{number}", with_client=True)
-        fits = {"plain": plain_fit}
-        if any(feature.fit == "prefixes" for feature in features):
-            found = bench.calibrate(prefixes, bench.serve(prefixes, f"fit-{number}", FIT_SEED), f"fit-{number}")
-            fits["prefixes"] = with_frontend(found, plain_fit)
-        for feature in features:
-            calibration, link = fits.get(feature.fit, plain_fit), NO_OPTIONS
-            if feature.fit in ("own", "stages"):
-                fitted = bench.serve(feature, f"fit-{number}", FIT_SEED)
-                if feature.fit == "own":
-                    calibration = with_frontend(bench.calibrate(feature, fitted, f"fit-{number}"), plain_fit)
-                else:
-                    file = bench.at(feature, f"fit-{number}.json")
-                    calibration, link = of_stages(plain_fit, plain_run, fitted, file)
-            run = bench.serve(feature, f"test-{number}", TEST_SEED)
-            simulated = bench.simulate(feature, run, calibration, f"simulated-{number}", link)
-            self.measured.setdefault(feature.name, []).append(bench.client(run))
-            self.simulated.setdefault(feature.name, []).append(simulated)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=3, help="servers of each feature that are measured")
+    parser.add_argument("--seconds", type=int, default=30, help="of each part of a load, with a request a second")
+    parser.add_argument("--parts", type=int, default=2, help="of each load")
     parser.add_argument("--features", help="some of them, by name, separated by semicolons")
     parser.add_argument("--host-gbs", type=float, default=6.4, help="of benchmarks/cache_tiers.py")
     parser.add_argument("--storage-gbs", type=float, default=3.5, help="of benchmarks/cache_tiers.py")
     parser.add_argument("--link-gbs", type=float, default=1.7, help="half of what benchmarks/handover.py has for shm")
     given = parser.parse_args()
     out: Path = given.out
-    known = features(given.host_gbs, given.storage_gbs, given.link_gbs, out / "store")
+    known = features(given.host_gbs, given.storage_gbs, given.link_gbs)
     wanted = given.features.split(";") if given.features else [feature.name for feature in known]
     if unknown := set(wanted) - {feature.name for feature in known}:
         parser.error(f"--features has {', '.join(sorted(unknown))}; known are {', '.join(one.name for one in known)}")
-    bench = Bench(out, given.requests, write_experts_model(out / "experts"))
-    rounds = Rounds(bench, known[0], known[1])
-    for number in range(given.rounds):
-        rounds.run(number, [feature for feature in known if feature.name in wanted])
-        print(f"after {number + 1} of {given.rounds} rounds:")
-        for name, measured in rounds.measured.items():
-            show(name, measured, rounds.simulated[name])
+    bench = Bench(out, given.seconds, given.parts, write_experts_model(out / "experts"))
+    plain = known[0]
+    for feature in known:
+        has_front_end = bench.at(plain, "fit.json").exists()
+        if feature.name in wanted or (feature is plain and not has_front_end):
+            bench.compare(feature, plain)
 
 
 if __name__ == "__main__":

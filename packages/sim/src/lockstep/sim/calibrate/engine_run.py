@@ -61,7 +61,7 @@ Int64s = NDArray[np.int64]
 
 GAPS_MIN = 50  # gaps from which a lane is fitted
 LONG_GAP = 20.0  # times the median: a longer gap is time of other processes, not of the engine
-IDLE_MIN, IDLE_SHARE = 20, 0.5  # requests that found the engine idle, from which on the front end is theirs
+IDLE_MIN, IDLE_SHARE = 10, 0.5  # requests that found the engine idle, from which on the front end is theirs
 PAIRED_MIN = 0.95  # share of the client's requests that must be found in the journal
 Answer = tuple[float, float, float]
 """TTFT, TPOT and end-to-end time of a request, in us; NaN where it has none."""
