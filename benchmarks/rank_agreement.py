@@ -46,7 +46,7 @@ def tokens_per_s(name: str, folder: Path, requests: int, concurrency: int) -> fl
             "bench", "serve", "--to", url, "--workload", LOAD.format(n=requests), "--concurrency", str(concurrency),
             "--warm-up", str(WARM_UP), "--out", str(folder / "client"),
         )  # fmt: skip
-    measured = read_run(folder / "client").throughput["output_tokens_per_s"]
+    measured = read_run(folder / "client").metrics["throughput"]["output_tokens_per_s"]
     assert isinstance(measured, int | float)
     return float(measured)
 
@@ -57,10 +57,10 @@ def agreement_us(journal: Path) -> np.ndarray:
     took_us = []
     for event, step in fold(journal):
         if isinstance(event, RanksAgreed) and event.round in proposed_us:
-            took_us.append(event.now_us - proposed_us.pop(event.round))
+            took_us.append(event.time_us - proposed_us.pop(event.round))
         for command in step.commands:
             if isinstance(command, ProposeBatch):
-                proposed_us[command.round] = event.now_us
+                proposed_us[command.round] = event.time_us
     return np.asarray(took_us)
 
 

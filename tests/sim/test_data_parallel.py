@@ -34,6 +34,7 @@ from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline_model
 from lockstep.sim.host.speculation import ModelDraftCost
 from lockstep.sim.host.stages import Stages
+from lockstep.sim.results.batch_times import of_journal
 from lockstep.sim.run.ranks import config_of_engine
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.journal import journal
@@ -514,3 +515,17 @@ def test_plan_compares_ranks_with_and_without_the_delayer(tmp_path: Path) -> Non
     assert served.get("prefill_delayer_max_delay_passes") == ("5" if delays else None)
     emulated = next(line for line in found.stdout.splitlines() if "--emulate" in line)
     assert "prefill_delayer" not in emulated
+
+
+def test_times_of_ranks_are_predicted_from_the_journal_of_one(tmp_path: Path) -> None:
+    """A pass lasts as long as that of the slowest rank, with rows of all ranks in its MLPs."""
+    run(cluster(engine="none", rate_scale=0.3), tmp_path)
+    base = roofline_model(load_model("qwen3-30b-a3b"), load_gpu("h200"), Parallelism(tp=4, ep=4, attention_dp=4))
+    times = of_journal(tmp_path / "engines" / "0")
+    passes = len(times.batches) + times.left_out
+    assert 0.2 < times.left_out / passes < 0.8, "passes in which another rank has more tokens"
+    for mode, most in (("decode", 0.02), ("extend", 0.04)):
+        some = [one for one in times.batches if one.mode == mode]
+        assert len(some) >= 10
+        predicted_us = sum(base.batch_us(one.shape).mean_us for one in some)
+        assert predicted_us == pytest.approx(sum(one.took_us for one in some), rel=most), mode

@@ -115,8 +115,9 @@ def test_a_drafter_takes_memory() -> None:
     assert pages(method="mtp") > pages(method="draft_model", draft_model="qwen3-0.6b")
 
 
-def test_the_last_of_several_stages_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass takes all stages, the sends of tokens and drafts between them, and the drafting in the last one."""
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_one_of_several_stages_drafts(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """A pass takes all stages, the sends between them, and drafting: by a head in the last, by a model in the first."""
     devices: list[PipelinedDevice] = []
     passes: list[tuple[Any, BatchShape, Any]] = []
 
@@ -133,7 +134,8 @@ def test_the_last_of_several_stages_drafts(monkeypatch: pytest.MonkeyPatch) -> N
     setup = assemble(
         Scenario(
             model="qwen3-8b", gpu="h200", pp=2, concurrency=1, workload="gen:n=3,input=fixed:300,output=fixed:40",
-            settings={**EAGLE, "overlap_depth": 0},
+            settings={**EAGLE, "speculative_method": method, "overlap_depth": 0},
+            draft_model="qwen3-0.6b" if method == "draft_model" else None,
         ),
         environ={},
     )  # fmt: skip
@@ -149,13 +151,15 @@ def test_the_last_of_several_stages_drafts(monkeypatch: pytest.MonkeyPatch) -> N
         assert (draft_us > 0.0) == bool(drafts or shape.extend_tokens), "a prompt is read, too"
         send_us = cost.send_us(shape.extend_tokens + shape.decode_rows + drafts)
         assert ran.finished_us - ran.started_us == pytest.approx(sum(stages_us) + send_us + draft_us, abs=2)
-        busy_us = [busy_us[0] + stages_us[0], busy_us[1] + stages_us[1] + draft_us]
+        at = 0 if method == "draft_model" else 1
+        busy_us = [busy_us[0] + stages_us[0], busy_us[1] + stages_us[1]]
+        busy_us[at] += draft_us
     assert device.stages.busy_us == pytest.approx(busy_us)
 
 
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
-def test_the_last_of_several_stages_has_the_drafter(method: str) -> None:
-    """The capacity is that of the stage with the least room. Of equal stages it is the last one, with the drafter."""
+def test_one_of_several_stages_has_the_drafter(method: str) -> None:
+    """The last one a head, the first one a draft model. Of equal stages that one has the least room: the capacity."""
     model = load_model("qwen3-8b")
     more: dict[str, Any] = {"draft_model": "qwen3-0.6b"} if method == "draft_model" else {}
     asked = Scenario(
@@ -168,9 +172,9 @@ def test_the_last_of_several_stages_has_the_drafter(method: str) -> None:
     ).kv
     assert plain is not None
     assert drafting is not None
-    first, last = plain.stages_weights_bytes
-    assert drafting.stages_weights_bytes[0] == first
-    taken = drafting.stages_weights_bytes[1] - last
+    at = 0 if method == "draft_model" else 1
+    assert drafting.stages_weights_bytes[1 - at] == plain.stages_weights_bytes[1 - at]
+    taken = drafting.stages_weights_bytes[at] - plain.stages_weights_bytes[at]
     one = Parallelism()
     if method == "eagle":  # a layer's share of all weights, and an embedding: that of the model is on the first stage
         embedding = 2 * model.vocab * model.hidden
@@ -182,21 +186,21 @@ def test_the_last_of_several_stages_has_the_drafter(method: str) -> None:
         kv_per_token = small.kv_bytes_per_token("bf16", one)
     per_token = model.kv_bytes_per_token("bf16", one) // 2 + kv_per_token
     assert drafting.kv_bytes_per_token == per_token
-    assert drafting.pages == (plain.stages_left_bytes[1] - taken) // (per_token * plain.page_tokens)
+    assert drafting.pages == (plain.stages_left_bytes[at] - taken) // (per_token * plain.page_tokens)
 
 
 @pytest.mark.parametrize(
     ("drafter", "layers"),
     [
         ({"method": "eagle"}, [19, 17]),
-        ({"method": "draft_model", "draft_model": "qwen3-0.6b"}, [19, 17]),
+        ({"method": "draft_model", "draft_model": "qwen3-0.6b"}, [17, 19]),
         ({"method": "ngram"}, [18, 18]),
         ({"method": "none"}, [18, 18]),
         ({"method": "eagle", "pp_layer_partition": "19,17"}, [19, 17]),
         ({"method": "none", "pp_layer_partition": "35,1"}, [35, 1]),
     ],
 )
-def test_a_last_stage_that_drafts_has_fewer_layers(drafter: dict[str, Any], layers: list[int]) -> None:
+def test_a_stage_that_drafts_has_fewer_layers(drafter: dict[str, Any], layers: list[int]) -> None:
     settings = {"speculative_method": drafter.pop("method")}
     asked = Scenario(model="qwen3-8b", gpu="h200", workload="gen:n=1", pp=2, settings=settings, **drafter)
     assert assemble(asked, environ={}).cost.describe()["stage_layers"] == layers

@@ -89,6 +89,10 @@ class StageBytes(NamedTuple):
     activations: int = 0
     kv_per_token: int = 0  # KV of the drafter, in the same pages
 
+    def plus(self, other: StageBytes) -> StageBytes:
+        """Return the bytes of both."""
+        return StageBytes(*(own + more for own, more in zip(self, other, strict=True)))
+
 
 NOTHING = StageBytes()
 

@@ -38,7 +38,8 @@ class Parallelism:
     expert_drift: float = 0.0  # share of the experts whose popularity is drawn again in the next interval
     measured: tuple[float, float] | None = None  # load_cv and slot_cv of a placement: `expert_balance.Spread`
     pp_layer_partition: str | None = None  # layers of each stage, such as `17,17,17,13`; None: see `stages.layers_of`
-    drafter_layers: float = 0.0  # layers of equal cost to the work of the last stage beside its layers, if it drafts
+    drafter_layers: float = 0.0  # layers of equal cost to the work of the stage that drafts beside its layers, if any
+    drafts_first: bool = False  # the first stage drafts, with a draft model, and not the last one, with a head
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -125,7 +126,9 @@ class Parallelism:
 
 COUNTS = ("tp", "ep", "attention_dp", "pp")  # the fields that are counts of at least 1
 BESIDES_TP = tuple(
-    field.name for field in fields(Parallelism) if field.name not in ("tp", "drafter_layers", "measured")
+    field.name
+    for field in fields(Parallelism)
+    if field.name not in ("tp", "drafter_layers", "drafts_first", "measured")
 )
 EXPERT_CV_MAX = 8.0
 USUAL = Parallelism()

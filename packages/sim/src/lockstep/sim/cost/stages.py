@@ -3,7 +3,7 @@
     stage 1   | embedding | layers 0 .. 30  | send
     stage 2                                       | layers 31 .. 60 | logits, sampling |
 
-Stages differ by at most one layer, unless the last one drafts, which then has fewer layers (`layers_of`). A model's
+Stages differ by at most one layer, unless one of them drafts, which then has fewer layers (`layers_of`). A model's
 counts do not contain the order of its layers, which has little effect: dense feed-forward layers are assumed to come
 first (DeepSeek), and kinds of attention to be mixed evenly. A send overlaps with the next batch of its stage: it
 lengthens the batch and does not occupy the stage.
@@ -99,7 +99,7 @@ def stages_of(model: ModelSpec, split: Parallelism) -> tuple[Stage, ...]:
 def layers_of(model: ModelSpec, split: Parallelism) -> list[int]:
     """Return the layers of each stage: those of `pp_layer_partition`, or a division that makes stages equally busy.
 
-    A last stage that drafts is busy for `drafter_layers` more layers; see `core/cluster/stage_layers.py`.
+    A stage that drafts is busy for `drafter_layers` more layers; see `core/cluster/stage_layers.py`.
     Raises: CapacityError for a partition that has another number of stages or layers.
     """
     given = split.pp_layer_partition
@@ -112,7 +112,7 @@ def layers_of(model: ModelSpec, split: Parallelism) -> list[int]:
                 f"got `{given}`\nhint: --pp-layer-partition {hint} is an even division"
             )
         return layers
-    return layers_of_stages(model.layers, split.pp, split.drafter_layers)
+    return layers_of_stages(model.layers, split.pp, split.drafter_layers, first=split.drafts_first)
 
 
 def drafter_layers(

@@ -61,19 +61,21 @@ def shared_out(
     figures are those of that stage.
     Args:
         kv: capacity computed without memory for states.
-        drafter: a drafter on the last stage: bytes of its weights, and bytes of its KV per token in full pages.
+        drafter: of the stage that drafts: bytes of its weights, and bytes of its KV per token in full pages.
     Raises: CapacityError if a pool would be empty.
     """
     each = model.kv_values_per_layer(split) * KV_BYTES[checked_kv_dtype(kv_dtype)]
     ratio, sliding_ratio = shares.mamba_full_memory_ratio, shares.swa_full_tokens_ratio
+    stages = stages_of(model, split)
+    drafting = stages[0 if split.drafts_first else -1]
     rooms = [
         StageRoom(
-            max(left - drafter[0] * stage.is_last, 0),
-            stage.model.full_layers * each + drafter[1] * stage.is_last,
+            max(left - drafter[0] * (stage is drafting), 0),
+            stage.model.full_layers * each + drafter[1] * (stage is drafting),
             stage.model.sliding_layers * each,
             stage.model.state_bytes_per_request(split),
         )
-        for stage, left in zip(stages_of(model, split), kv.stages_left_bytes or (kv.kv_bytes,), strict=True)
+        for stage, left in zip(stages, kv.stages_left_bytes or (kv.kv_bytes,), strict=True)
     ]
     slots = min(
         (int(one.left * ratio / (1.0 + ratio)) // one.state_bytes for one in rooms if one.state_bytes), default=0
@@ -93,7 +95,7 @@ def shared_out(
         kv,
         pages=pages * kv.shards,
         tokens=pages * kv.page_tokens * kv.shards,
-        weights_bytes=kv.weights_bytes + drafter[0] * (room is rooms[-1]),
+        weights_bytes=kv.weights_bytes + drafter[0] * (room is rooms[stages.index(drafting)]),
         kv_bytes=kv.page_tokens * (pages * room.full + window_pages * room.sliding),
         kv_bytes_per_token=room.full,
         state_bytes=slots * room.state_bytes,

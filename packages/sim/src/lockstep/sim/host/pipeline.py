@@ -8,8 +8,9 @@ is free. A decode row needs the token that was sampled last for it. If a batch i
 waits until the token is back at the first stage. So consecutive decodes of the same rows never overlap, while prefills
 follow each other without a gap.
 
-The last stage makes drafts, after its sampling, for the next pass of their rows. They go back to the first stage with
-the newest token. Drafting lengthens the batch, as it does with one stage.
+A head drafts in the last stage, after its sampling, for the next pass of its rows; drafts go back to the first stage
+with the newest token. A draft model drafts in the first stage, before it runs a batch. Either lengthens the batch, as
+it does with one stage.
 
 The first stage encodes media, because it needs their embeddings: after the batches that have left it and before those
 that come next, while the other stages continue.
@@ -142,7 +143,11 @@ class PipelinedDevice(Device):
             times_us, sampling_us = pipeline.stage_us(shape), 0.0
             if sampled_us:  # the forward pass of the last stage may run before `sampled_us`
                 last = pipeline.stage_us(structs.replace(shape, sampled_rows=0))[-1]
-                sampling_us, times_us[-1] = times_us[-1] - last + draft_us, last
+                sampling_us, times_us[-1] = times_us[-1] - last, last
+            if pipeline.split.drafts_first:
+                times_us[0] += draft_us
+            elif sampled_us:
+                sampling_us += draft_us
             else:
                 times_us[-1] += draft_us
             started_us, now_us, spans = self.stages.run(

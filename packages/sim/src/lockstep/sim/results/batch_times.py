@@ -23,7 +23,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lockstep.core.contract.commands import BatchPlan, Mode, Step
+from lockstep.core.contract.commands import BatchPlan, Mode, Ranks, Step
 from lockstep.core.contract.events import BatchFinished, ObservedEvent
 from lockstep.core.journal.replay import fold
 from lockstep.sim.cost import BatchShape, CalibrationError, CostModel
@@ -88,7 +88,7 @@ class BatchTimes:
     """Batches in the order of their ends."""
 
     batches: Sequence[BatchTime]
-    left_out: int = 0  # batches without times, with deferred sampling, with drafts, or beside another stream
+    left_out: int = 0  # batches without times, or whose times are not those of their rows; see `BatchFold`
     measured: BatchTimesHeader | None = None  # of times read from a file
 
 
@@ -101,6 +101,32 @@ def batch_time(plan: BatchPlan, took_us: float, predicted_us: float = 0.0) -> Ba
         steps=plan.steps,
         took_us=took_us,
         predicted_us=predicted_us,
+    )
+
+
+def shape_of_pass(own: BatchShape, agreed: Ranks) -> BatchShape | None:
+    """Return the shape of a pass of data-parallel ranks, as its slowest rank knows it; see `cluster.data_parallel`.
+
+    A pass lasts as long as that rank. Rows of other ranks are computed in its MLPs, and their context is not known to
+    it: it counts as that of its own rows.
+    Args:
+        own: the batch of one rank.
+    Returns: None if another rank has more tokens.
+    """
+    tokens = own.extend_tokens + own.decode_rows + own.draft_tokens
+    if tokens < max(agreed.tokens):
+        return None
+    others = sum(agreed.tokens) - tokens
+    if agreed.extends or not own.decode_rows:  # rows that decode are extends by one token
+        return replace(own, extend_tokens=own.extend_tokens + others, own=own)
+    padded = agreed.padding == "max_length"
+    rows = len(agreed.tokens) * own.decode_rows if padded else own.decode_rows + others
+    return replace(
+        own,
+        decode_rows=rows,
+        decode_context_tokens=own.decode_context_tokens * rows // own.decode_rows,
+        sampled_rows=rows,
+        own=own,
     )
 
 
@@ -126,7 +152,9 @@ class BatchFold:
     def __init__(self) -> None:
         self._running: dict[int, BatchPlan] = {}
         self._durations = Durations()
-        self.left_out = 0  # batches without times, with deferred sampling, with drafts, or beside another stream
+        # Batches without times, with deferred sampling, with drafts, beside another stream, or on a rank that waited
+        # for another one.
+        self.left_out = 0
 
     def observe(self, event: ObservedEvent, step: Step) -> BatchTime | None:
         """Take in an event and its Step. Return the batch that ended, None if none did or its time is unknown."""
@@ -146,7 +174,9 @@ class BatchFold:
             decodes = (plan.stops - plan.starts)[plan.extend_rows :]
             one = batch_time(plan, took_us)
             if one.size and (decodes <= plan.steps).all():
-                return one
+                shape = one.shape if plan.ranks is None else shape_of_pass(one.shape, plan.ranks)
+                if shape is not None:
+                    return replace(one, shape=shape)
         self.left_out += 1
         return None
 

@@ -49,17 +49,23 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
         lora=lora_of(scenario, config),
     )
     drafts, several = _has_drafter(config), scenario.pp > 1
-    drafter = _last_stage_drafter(scenario, model) if drafts and several else (0, 0)
+    layout = layout_of(scenario, model)
+    drafter = _stage_drafter(scenario, model) if drafts and several else (0, 0)
     if drafts and several and not shares.on:
-        needs = needs._replace(last_stage=StageBytes(drafter[0], kv_per_token=drafter[1]))
+        drafting = StageBytes(drafter[0], kv_per_token=drafter[1])
+        needs = needs._replace(**{"first_stage" if layout.drafts_first else "last_stage": drafting})
     if scenario.media is None:
         kv = capacity(needs=needs)
     else:
-        kv = beside_encoder(lambda besides: capacity(needs=needs._replace(first_stage=besides)), scenario, gpu, config)
+
+        def beside(room: StageBytes) -> KvCapacity:
+            return capacity(needs=needs._replace(first_stage=needs.first_stage.plus(room)))
+
+        kv = beside_encoder(beside, scenario, gpu, config)
     if shares.on:
         if drafts and not several:
             drafter = _drafter_bytes(kv.weights_bytes, kv.kv_bytes_per_token, scenario, model)
-        return shared_out(kv, model, layout_of(scenario, model), scenario.kv_dtype, shares, drafter)
+        return shared_out(kv, model, layout, scenario.kv_dtype, shares, drafter)
     return _beside_drafter(kv, scenario, model) if drafts and not several else kv
 
 
@@ -80,10 +86,10 @@ def _drafter_bytes(weights: int, kv_per_token: int, scenario: Scenario, model: M
     return weights, small.kv_bytes_per_token(scenario.kv_dtype, split)
 
 
-def _last_stage_drafter(scenario: Scenario, model: ModelSpec) -> tuple[int, int]:
-    """Return `_drafter_bytes` for the last of several stages: a head there needs its own embedding, unless it is tied.
+def _stage_drafter(scenario: Scenario, model: ModelSpec) -> tuple[int, int]:
+    """Return `_drafter_bytes` for one of several stages: a draft model on the first one, or a head on the last one.
 
-    Only the first stage has an untied embedding.
+    A head needs an embedding of its own there, unless it is tied: only the first stage has an untied embedding.
     """
     split, dtype = replace(scenario.parallelism, pp=1), checked_weights_dtype(model, scenario.weights_dtype)
     whole = Stage(model, True, True).weights_bytes(dtype, split)

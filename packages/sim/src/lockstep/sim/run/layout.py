@@ -1,4 +1,4 @@
-"""The layout of an engine over GPUs, with the work of a last stage that drafts."""
+"""The layout of an engine over GPUs, with the work of a stage that drafts."""
 
 from __future__ import annotations
 
@@ -23,6 +23,5 @@ def layout_of(scenario: Scenario, model: ModelSpec) -> Parallelism:
     if scenario.draft_model is not None:
         small = load_model(scenario.draft_model)
         drafter = small, checked_weights_dtype(small, None)
-    return replace(
-        split, drafter_layers=drafter_layers(model, checked_weights_dtype(model, scenario.weights_dtype), drafter)
-    )
+    beside = drafter_layers(model, checked_weights_dtype(model, scenario.weights_dtype), drafter)
+    return replace(split, drafter_layers=beside, drafts_first=method == "draft_model")

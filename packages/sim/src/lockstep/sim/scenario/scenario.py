@@ -100,7 +100,7 @@ class Scenario:
         SimOption(
             "layers of each stage of --pp, such as 17,17,17,13",
             metavar="LAYERS",
-            default="even; fewer on a last stage that drafts",
+            default="even; fewer on a stage that drafts",
             configures=True,
         ),
     ] = None
