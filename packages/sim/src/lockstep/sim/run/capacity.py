@@ -53,7 +53,7 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
     drafter = _stage_drafter(scenario, model) if drafts and several else (0, 0)
     if drafts and several and not shares.on:
         drafting = StageBytes(drafter[0], kv_per_token=drafter[1])
-        needs = needs._replace(**{"first_stage" if layout.drafts_first else "last_stage": drafting})
+        needs = needs._replace(first_stage=drafting) if layout.drafts_first else needs._replace(last_stage=drafting)
     if scenario.media is None:
         kv = capacity(needs=needs)
     else:
