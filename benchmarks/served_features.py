@@ -53,7 +53,7 @@ CHAT = "gen:n={n},rate=1,input=lognormal:600:0.4,output=lognormal:40:0.4"
 PREFIXES = "gen:n={n},rate=1,input=lognormal:100:0.4,output=lognormal:40:0.4,shared_prefix=2000x6"
 FIT_SEED, TEST_SEED = 7, 8
 WARM_UP = 3  # requests that are not compared
-COLD = 12  # the same of PREFIXES whose shared beginning is often new: prompts of 2,000 tokens that wait for each other
+COLD = 12  # the same of PREFIXES: prompts with new beginnings of 2,000 tokens wait for each other
 SHARED_BY_RANKS = ("pages", "chunked_prefill_size", "max_running_requests")  # of all shards together in a simulation
 KV_BYTES_SHARE = 0.5  # the simulator's KV is bf16, that of a CPU float32
 CPU_CORE = resources.files("lockstep.sim.catalogue") / "cpus" / "cpu-core.json"

@@ -105,10 +105,10 @@ def batch_time(plan: BatchPlan, took_us: float, predicted_us: float = 0.0) -> Ba
 
 
 def shape_of_pass(own: BatchShape, agreed: Ranks) -> BatchShape | None:
-    """Return the shape of a pass of data-parallel ranks, as its slowest rank knows it; see `cluster.data_parallel`.
+    """Return the shape of a pass of data-parallel ranks, from the batch of the slowest; see `cluster.data_parallel`.
 
-    A pass lasts as long as that rank. Rows of other ranks are computed in its MLPs, and their context is not known to
-    it: it counts as that of its own rows.
+    A pass lasts as long as that rank. Rows of other ranks are computed in its MLPs; their context is not in its
+    journal, and counts as that of its own rows.
     Args:
         own: the batch of one rank.
     Returns: None if another rank has more tokens.
