@@ -71,6 +71,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
+    if min(given.rounds, given.requests, given.concurrency) < 1:
+        parser.error("--rounds, --requests and --concurrency must be at least 1")
     rates: dict[str, list[float]] = {name: [] for name in SERVERS}
     for number in range(given.rounds):
         for name, seen in rates.items():

@@ -369,6 +369,8 @@ def main() -> None:
     parser.add_argument("--storage-gbs", type=float, default=3.5, help="of benchmarks/cache_tiers.py")
     parser.add_argument("--link-gbs", type=float, default=1.7, help="half of what benchmarks/handover.py has for shm")
     given = parser.parse_args()
+    if min(given.seconds, given.parts) < 1:
+        parser.error(f"--seconds and --parts must be at least 1, got {given.seconds} and {given.parts}")
     out: Path = given.out
     known = features(given.host_gbs, given.storage_gbs, given.link_gbs)
     wanted = given.features.split(";") if given.features else [feature.name for feature in known]

@@ -195,7 +195,7 @@ def journal(run: Path, **options: Any) -> None:
             sha256=sha256_of(about.file or run),
             rows_used=len(timed.took_us),
             rows_left_out=timed.left_out,
-            why_left_out="no times" if timed.left_out else "",
+            why_left_out="no times, or not those of their rows" if timed.left_out else "",
         )
         held = held_out(timed)
         found = calibration_of_batches(

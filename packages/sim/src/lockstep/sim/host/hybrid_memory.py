@@ -67,15 +67,15 @@ def shared_out(
     each = model.kv_values_per_layer(split) * KV_BYTES[checked_kv_dtype(kv_dtype)]
     ratio, sliding_ratio = shares.mamba_full_memory_ratio, shares.swa_full_tokens_ratio
     stages = stages_of(model, split)
-    drafting = stages[0 if split.drafts_first else -1]
+    drafting = 0 if split.drafts_first else len(stages) - 1
     rooms = [
         StageRoom(
-            max(left - drafter[0] * (stage is drafting), 0),
-            stage.model.full_layers * each + drafter[1] * (stage is drafting),
+            max(left - drafter[0] * (number == drafting), 0),
+            stage.model.full_layers * each + drafter[1] * (number == drafting),
             stage.model.sliding_layers * each,
             stage.model.state_bytes_per_request(split),
         )
-        for stage, left in zip(stages, kv.stages_left_bytes or (kv.kv_bytes,), strict=True)
+        for number, (stage, left) in enumerate(zip(stages, kv.stages_left_bytes or (kv.kv_bytes,), strict=True))
     ]
     slots = min(
         (int(one.left * ratio / (1.0 + ratio)) // one.state_bytes for one in rooms if one.state_bytes), default=0
@@ -95,7 +95,7 @@ def shared_out(
         kv,
         pages=pages * kv.shards,
         tokens=pages * kv.page_tokens * kv.shards,
-        weights_bytes=kv.weights_bytes + drafter[0] * (room is rooms[stages.index(drafting)]),
+        weights_bytes=kv.weights_bytes + drafter[0] * (room is rooms[drafting]),
         kv_bytes=kv.page_tokens * (pages * room.full + window_pages * room.sliding),
         kv_bytes_per_token=room.full,
         state_bytes=slots * room.state_bytes,
