@@ -51,7 +51,6 @@ from lockstep.sim.scenario.settings import flag_of_setting, unusual_settings
 
 CHAT = "gen:n={n},rate=1,input=lognormal:600:0.4,output=lognormal:40:0.4"
 PREFIXES = "gen:n={n},rate=1,input=lognormal:100:0.4,output=lognormal:40:0.4,shared_prefix=2000x6"
-FIT_SEED, TEST_SEED = 7, 8
 WARM_UP = 3  # requests that are not compared
 COLD = 12  # the same of PREFIXES: prompts with new beginnings of 2,000 tokens wait for each other
 SHARED_BY_RANKS = ("pages", "chunked_prefill_size", "max_running_requests")  # of all shards together in a simulation
@@ -119,10 +118,13 @@ class Bench:
     Args:
         seconds: of each part of a load; one request a second arrives.
         parts: of each load.
+        seed: of the requests of fits; those of features have the next one.
+        experts: folder of the model with experts.
     """
 
-    def __init__(self, folder: Path, seconds: int, parts: int, experts: Path) -> None:
+    def __init__(self, folder: Path, seconds: int, parts: int, seed: int, experts: Path) -> None:
         self._folder, self._seconds, self._parts, self._experts = folder, seconds, parts, experts
+        self._fit_seed, self._test_seed = seed, seed + 1
 
     def at(self, feature: Feature, part: str) -> Path:
         """Return a path for a part of what is known of a feature."""
@@ -186,7 +188,7 @@ class Bench:
         model = str(self._experts) if feature.experts else "demo"
         lockstep(
             "simulate", "--model", model, "--gpu", str(costs.device),
-            *self._workload(feature, (0, self._parts * self._seconds)), "--seed", str(TEST_SEED),
+            *self._workload(feature, (0, self._parts * self._seconds)), "--seed", str(self._test_seed),
             "--calibration", str(costs.calibration), *feature.layout, *feature.simulate, *costs.options,
             *settings_of(config, feature), "--out", str(folder),
         )  # fmt: skip
@@ -194,9 +196,9 @@ class Bench:
 
     def compare(self, feature: Feature, plain: Feature) -> None:
         """Serve and simulate a feature, and print the figures of both."""
-        runs = {"fit": (feature, FIT_SEED), "test": (feature, TEST_SEED)}
+        runs = {"fit": (feature, self._fit_seed), "test": (feature, self._test_seed)}
         if feature.fit == "stages":
-            runs["plain"] = (plain, FIT_SEED)
+            runs["plain"] = (plain, self._fit_seed)
         journals = self.serve(runs, feature)
         of_plain = self.at(plain, "fit.json")
         if feature.fit == "plain":
@@ -244,7 +246,7 @@ def lockstep(*arguments: str) -> None:
 
 
 def figures(folders: Sequence[Path], from_request: int) -> dict[str, float]:
-    """Return mean and median of TTFT, TPOT and end-to-end time of a run's requests, in ms.
+    """Return mean, median and 90th percentile of TTFT, TPOT and end-to-end time of a run's requests, in ms.
 
     Args:
         folders: run folders of the parts of a run.
@@ -262,7 +264,8 @@ def figures(folders: Sequence[Path], from_request: int) -> dict[str, float]:
     found = {}
     for metric, parts in columns.items():
         values = np.concatenate(parts)[from_request:] / 1e3
-        found[f"{metric} mean"], found[f"{metric} p50"] = float(np.nanmean(values)), float(np.nanmedian(values))
+        found[f"{metric} mean"] = float(np.nanmean(values))
+        found |= {f"{metric} p{share}": float(np.nanpercentile(values, share)) for share in (50, 90)}
     return found
 
 
@@ -364,6 +367,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=int, default=30, help="of each part of a load, with a request a second")
     parser.add_argument("--parts", type=int, default=2, help="of each load")
+    parser.add_argument(
+        "--seed", type=int, default=7, help="of the requests of fits; those of features have the next one"
+    )
     parser.add_argument("--features", help="some of them, by name, separated by semicolons")
     parser.add_argument("--host-gbs", type=float, default=6.4, help="of benchmarks/cache_tiers.py")
     parser.add_argument("--storage-gbs", type=float, default=3.5, help="of benchmarks/cache_tiers.py")
@@ -376,7 +382,7 @@ def main() -> None:
     wanted = given.features.split(";") if given.features else [feature.name for feature in known]
     if unknown := set(wanted) - {feature.name for feature in known}:
         parser.error(f"--features has {', '.join(sorted(unknown))}; known are {', '.join(one.name for one in known)}")
-    bench = Bench(out, given.seconds, given.parts, write_experts_model(out / "experts"))
+    bench = Bench(out, given.seconds, given.parts, given.seed, write_experts_model(out / "experts"))
     plain = known[0]
     for feature in known:
         has_front_end = bench.at(plain, "fit.json").exists()
