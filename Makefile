@@ -64,7 +64,7 @@ attacks:    ## 200 hostile requests and 50 hostile connections: the worst delay 
 overload:   ## overload of a server by all kinds of requests for five minutes; ARGS=--short for one minute
 	@$(PYTHON) dev.py overload $(ARGS)
 
-kill-campaign: ## 1,000 kills of a server's engine under 32 streams, no token lost or doubled; ARGS="--kills 200"
+kill-campaign: ## 1,000 kills of a server's engine under 32 streams, no token lost or doubled; ARGS="--every-process"
 	@$(PYTHON) dev.py kill-campaign $(ARGS)
 
 resume-campaign: ## 1,000 kills of engine, worker, launcher and server; clients take their streams up; ARGS="--kills 100"

@@ -21,7 +21,7 @@
     python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
     python3 dev.py overload ARGS      overload of a server by all kinds of requests; --short for one minute
     python3 dev.py attacks ARGS       requests and connections that are made to cost; the worst delay of another stream
-    python3 dev.py kill-campaign ARGS 1,000 kills of a server's engine under 32 streams; --kills 200
+    python3 dev.py kill-campaign ARGS 1,000 kills of a server's engine under 32 streams; --every-process, --kills 200
     python3 dev.py resume-campaign    kills of every process, below clients that take up their streams; --kills 100
     python3 dev.py pair-campaign ARGS every feature and pair of features on tensors, 200 requests each; --requests 20
     python3 dev.py openapi ARGS       schemathesis against every route of /openapi.json; --short
@@ -382,7 +382,7 @@ TASKS = {
     "rank-swarm": ("dev", rank_swarm),
     "attacks": ("dev", attacks),
     "overload": ("dev", overload),
-    "kill-campaign": ("dev", kill_campaign),
+    "kill-campaign": ("runtime", kill_campaign),
     "resume-campaign": ("dev", resume_campaign),
     "pair-campaign": ("runtime", pair_campaign),
     "openapi": ("dev", openapi),

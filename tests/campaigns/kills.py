@@ -2,6 +2,7 @@
 
     python -m tests.campaigns.kills                    1,000 kills, 32 streams
     python -m tests.campaigns.kills --kills 200
+    python -m tests.campaigns.kills --every-process    1,000 kills of all kinds of processes, one layout after another
     python -m tests.campaigns.kills --dp 2             one of two engines each time
     python -m tests.campaigns.kills --prefill 2 --decode 2        any of these engines each time
     python -m tests.campaigns.kills --demo-model       the torch demo model instead of an emulated one
@@ -25,6 +26,10 @@ the next ones in the stages before it.
 A file of results has the figures of all parts so far; it is written after every fifth kill and at the end. Each part
 has a server and a seed of its own: the seed of the part before, plus 1.
 
+With `--every-process` there are layouts of prefill and decode engines, ranks and stages, and the campaign of
+`tests/campaigns/resumption.py` over engines, API workers, launchers and whole servers. The router is in the launcher.
+Transfers are performed by the processes of both engines. It has no other options than `--kills` and `--seed`.
+
 It prints the kills of each process, the lost, doubled or wrong tokens (there must be none) and the recovery times. An
 engine that ends by itself is a fault, too. Exit status 1 after any fault.
 """
@@ -38,6 +43,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.campaigns import resumption
 from tests.support.kills import ARGUMENTS, IN_A_ROW, Outcome, campaign, own_failures, stored
 from tests.support.live_server import serving
 from tests.support.model_streams import DEMO, ModelStreams, requests_of
@@ -45,14 +51,69 @@ from tests.support.model_streams import DEMO, ModelStreams, requests_of
 UNSTORED = ("kills", "seed", "log", "results")
 """Options that may differ between two parts of a campaign."""
 
+OF_THE_MODEL = ("--demo-model",)
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "2 prefill and 2 decode engines, emulated": (550, ("--prefill", "2", "--decode", "2")),
+    "prefill and decode engine": (20, (*OF_THE_MODEL, "--prefill", "1", "--decode", "1")),
+    "2 ranks": (20, (*OF_THE_MODEL, "--tp", "2")),
+    "2 stages": (30, (*OF_THE_MODEL, "--pp", "2")),
+    "2 stages of 2 ranks": (20, (*OF_THE_MODEL, "--pp", "2", "--tp", "2")),
+    "2 data-parallel ranks": (20, (*OF_THE_MODEL, "--attention-dp", "2")),
+    "prefill and decode engine of 2 stages": (10, (*OF_THE_MODEL, "--prefill", "1", "--decode", "1", "--pp", "2")),
+}
+"""Kills of 1,000 in each layout, and its options."""
+RETURNING = "2 engines behind a router, workers, launcher, server, emulated"
+"""The rest of the kills: clients return, `tests/campaigns/resumption.py`."""
+
 
 def _options_of(told: argparse.Namespace) -> list[str]:
     """Return the options that all parts of a campaign have in common."""
     return [f"{name}={value}" for name, value in sorted(vars(told).items()) if name not in UNSTORED]
 
 
+def every_process(kills: int, seed: int) -> int:
+    """Kill all kinds of processes in one layout after another, and print a row for each; return the exit status.
+
+    Args:
+        kills: of all layouts together.
+        seed: of the first layout; each one has the seed of the one before, plus 1.
+    """
+    rows, left, faults = [], kills, 0
+    for number, (name, (share, options)) in enumerate(LAYOUTS.items()):
+        of_layout = max(1, kills * share // 1000)
+        left -= of_layout
+        print(f"{name}:", flush=True)
+        done = run([*options, "--kills", str(of_layout), "--seed", str(seed + number)])
+        rows.append((name, done.victims, done.seconds, done.tally.requests, done.tally.tokens))
+        faults += done.tally.faults.total()
+    print(f"{RETURNING}:", flush=True)
+    of_rest = ["--dp", "2", "--kills", str(max(1, left)), "--seed", str(seed + len(LAYOUTS))]
+    returned = resumption.run(of_rest)
+    rows.append((RETURNING, returned.kills, returned.seconds, returned.tally.requests, returned.tally.tokens))
+    faults += returned.tally.faults.total()
+    for name, victims, seconds, requests, tokens in rows:
+        by_victim = ", ".join(f"{count} of {victim}" for victim, count in sorted(victims.items()))
+        print(
+            f"{name}: {victims.total()} kills in {seconds:.0f} s, {requests} requests, {tokens:,} tokens; {by_victim}"
+        )
+    print(f"{sum(row[1].total() for row in rows)} kills in all, {faults} faults")
+    return 1 if faults else 0
+
+
 def main(arguments: list[str]) -> int:
-    """Run a campaign. Returns the exit status."""
+    """Run a campaign, or one of every process. Returns the exit status."""
+    if "--every-process" in arguments:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--every-process", action="store_true")
+        parser.add_argument("--kills", type=int, default=1000)
+        parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+        told = parser.parse_args(arguments)
+        return every_process(told.kills, told.seed)
+    return 1 if run(arguments).tally.faults else 0
+
+
+def run(arguments: list[str]) -> Outcome:
+    """Run a campaign in one layout; return its figures. It ends early only after a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--streams", type=int, default=None, help="clients; default: 32, and 8 of the demo model")
@@ -88,7 +149,7 @@ def main(arguments: list[str]) -> int:
             parser.error(f"{told.results} is of a campaign that began with the seed {before.seeds[0]}")
         if before.kills >= told.kills or before.tally.faults:
             print(before.text())
-            return 1 if before.tally.faults else 0
+            return before
     first = random.SystemRandom().randrange(2**31) if told.seed is None else told.seed
     first, seed = (before.seeds[0], before.seeds[-1] + 1) if before.seeds else (first, first)
     again = shlex.join([*arguments, *(() if told.seed is not None else ("--seed", str(first)))])
@@ -138,7 +199,7 @@ def main(arguments: list[str]) -> int:
         print(outcome.text())
         if outcome.tally.faults:
             print(log.read_text()[-3000:])
-    return 1 if outcome.tally.faults or outcome.kills < told.kills else 0
+    return outcome
 
 
 if __name__ == "__main__":
