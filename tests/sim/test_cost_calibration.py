@@ -112,6 +112,7 @@ def test_a_file_comes_back_as_it_was_and_equal_ones_are_equal_bytes(tmp_path: Pa
         ({"version": 2}, "`version` 2 is not one this release reads"),
         ({"format": "other"}, "`format` must be lockstep-calibration"),
         ({"spread": -0.1}, "`spread` must be at least 0"),
+        ({"prompt_spread": 1.0}, "`prompt_spread` must be at least 0"),
         ({"residuals": []}, "`residuals` must have time of seen models"),
         ({"correction": {"row_us": -1.0}}, "`correction.row_us` must be at least 0"),
         ({"correction": {"kernels": 0.0}}, "`correction.kernels` must be at least 0.01"),
@@ -278,6 +279,15 @@ def test_the_base_must_be_what_was_calibrated() -> None:
         calibration(base="measured").cost_model(BASES["qwen3-8b", 1])
     with pytest.raises(CalibrationError, match="`factor` must be above 0"):
         calibration().cost_model(BASES["qwen3-8b", 1], 0.0)
+
+
+def test_prompts_may_have_a_spread_of_their_own() -> None:
+    cost = calibration(spread=0.04, prompt_spread=0.01).cost_model(BASES["qwen3-8b", 1])
+    prompt, decode = cost.batch_us(extend_shape(500)), cost.batch_us(decode_shape(8, 300))
+    assert prompt.spread_us == pytest.approx(0.01 * prompt.mean_us)
+    assert decode.spread_us == pytest.approx(0.04 * decode.mean_us)
+    only_prompts = calibration(prompt_spread=0.01).cost_model(BASES["qwen3-8b", 1])
+    assert only_prompts.batch_us(extend_shape(500)).spread_us > 0.0
 
 
 def test_spread_is_that_of_single_batches() -> None:
@@ -616,6 +626,30 @@ def test_a_journal_shows_the_spread_of_its_batches(tmp_path: Path) -> None:
         batches, held_out(batches), engine="lockstep", engine_version="", base=base, date="2026-11-22", source=source
     )
     assert found.spread == pytest.approx(0.05, rel=0.2)
+    assert found.prompt_spread == pytest.approx(0.05, rel=0.3)
+
+
+def test_decodes_that_vary_do_not_make_prompts_longer_or_more_varied(tmp_path: Path) -> None:
+    """Ranks wait for each other in every decode: these have a skewed distribution, and prompts a narrow one."""
+    base = roofline_model(load_model("qwen3-0.6b"), load_gpu("h200"))
+    run_folder = recorded(tmp_path, Correction(step_us=500.0), spread=0.01)
+    batches = timed_batches(of_journal(run_folder), base, run_folder)
+    prompts = np.array([one.shape.extend_rows > 0 for one in batches.batches])
+    skewed = np.where(np.arange(len(prompts)) % 5 == 0, 2.5, 1.0)
+    took_us = batches.took_us * np.where(prompts, 1.0, skewed)
+    varied = dataclasses.replace(batches, took_us=took_us)
+    source = CalibrationSource(kind="journal", file="run", sha256="0" * 64, rows_used=1)
+    found = calibration_of_batches(
+        varied, held_out(varied), engine="lockstep", engine_version="", base=base, date="2026-11-22", source=source
+    )
+    cost = found.cost_model(base)
+    expected = [cost.batch_us(one.shape) for one in varied.batches]
+    mean_us = np.array([one.mean_us for one in expected])
+    for kind in (prompts, ~prompts):
+        assert mean_us[kind].sum() == pytest.approx(took_us[kind].sum(), rel=0.02)
+    shares = np.array([one.spread_us for one in expected]) / mean_us
+    assert shares[prompts].max() < 0.15  # the fit has one weight for the kernels of both
+    assert shares[~prompts].min() > 0.4
 
 
 def test_what_a_journal_does_not_report_must_be_given(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
@@ -47,6 +48,8 @@ POINTS_MIN = 4  # points of an engine
 BLOCKS = 10  # parts of a journal that are left out in turn
 BATCHES_MIN = 50  # timed batches of a journal
 KIND_MIN = 50  # batches of one kind and size that are left out together
+LEVEL_MIN = 20  # batches with prompts, and of decodes, whose level and spread are apart
+LEVEL_ROUNDS = 4  # fits after the first one; levels converge in two or three
 STALL = 5.0  # times its fitted time: a longer batch waited for other processes of the machine
 
 # ------------------------------------------------------------------------------------------------------ serving points
@@ -273,17 +276,33 @@ class HeldOut:
 
 
 def batch_weights(parts: Float64s, took_us: Float64s) -> Float64s:
-    """Return the weights of BATCH_FEATURES for single batches: a robust fit, at the level of the total time.
+    """Return the weights of BATCH_FEATURES for single batches: a robust fit, at the level of the total times.
 
-    A robust fit is near the median, and a run is as long as its mean batches. So all weights are multiplied by the
-    ratio of the totals of batches that took at most STALL times as long as fitted.
+    A robust fit is near the median, and a run is as long as its mean batches. Decodes may have a mean far above their
+    median where prompts have not, so the fit is repeated with the times of each kind of batches multiplied by the ratio
+    of their total to the fitted one. Batches that took more than STALL times as long as fitted do not count.
     """
     weights = fit_weights(parts, took_us, BATCH_FEATURES)
-    fitted_us = parts @ weights
+    prompts = has_prompts(parts)
+    kinds = [kind for kind in (prompts, ~prompts) if kind.sum() >= LEVEL_MIN]
+    levels = np.ones(len(took_us))
+    for _ in range(LEVEL_ROUNDS if len(kinds) > 1 else 0):
+        for kind in kinds:
+            levels[kind] *= _level(parts[kind] @ weights, took_us[kind])
+        weights = fit_weights(parts, took_us * levels, BATCH_FEATURES)
+    found: Float64s = weights * _level(parts @ weights, took_us)
+    return found
+
+
+def _level(fitted_us: Float64s, took_us: Float64s) -> float:
+    """Return the ratio of the total times, measured to fitted, without stalls; 1 if all batches stalled."""
     usual = took_us <= STALL * fitted_us
-    if not usual.any():
-        return weights
-    found: Float64s = weights * float(took_us[usual].sum() / fitted_us[usual].sum())
+    return float(took_us[usual].sum() / fitted_us[usual].sum()) if usual.any() else 1.0
+
+
+def has_prompts(parts: Float64s) -> NDArray[np.bool_]:
+    """Return which batches extend prompts, bool [batches]; `parts` as in `TimedBatches`."""
+    found: NDArray[np.bool_] = parts[:, BATCH_FEATURES.index("attention_prefill")] > 0.0
     return found
 
 
@@ -326,9 +345,8 @@ def calibration_of_batches(
         held: the result of `held_out(timed)`.
     """
     weights = batch_weights(timed.parts, timed.took_us)
-    single = timed.took_us / (timed.parts @ weights)
-    # A robust standard deviation: half the distance from the 16th to the 84th percentile.
-    spread = float(np.diff(np.quantile(single, [0.16, 0.84]))[0]) / 2.0 / float(np.median(single))
+    single, prompts = timed.took_us / (timed.parts @ weights), has_prompts(timed.parts)
+    by_kind = min(prompts.sum(), (~prompts).sum()) >= LEVEL_MIN
     residuals = [
         Residuals.of(
             held.ratios,
@@ -348,7 +366,8 @@ def calibration_of_batches(
         base=str(base.describe()["kind"]),
         cpu="separate",
         correction=correction_of(weights),
-        spread=round(min(spread, 0.99), 5),
+        spread=_spread(single[~prompts] if by_kind else single),
+        prompt_spread=_spread(single[prompts]) if by_kind else msgspec.UNSET,
         residuals=(*residuals, *UNSEEN_MODELS),
         sources=(source,),
         notes=(
@@ -358,6 +377,18 @@ def calibration_of_batches(
         ),
         layouts=(str(base.split),),
     )
+
+
+def _spread(single: Float64s) -> float:
+    """Return a robust standard deviation, as a share of the median.
+
+    It is half the distance from the 16th to the 84th percentile.
+
+    Args:
+        single: measured / predicted of single batches.
+    """
+    half = float(np.diff(np.quantile(single, [0.16, 0.84]))[0]) / 2.0
+    return round(min(half / float(np.median(single)), 0.99), 5)
 
 
 def with_lane(calibration: Calibration, lane: CpuModel | None) -> Calibration:

@@ -30,7 +30,7 @@ from simpy import Environment, Event
 
 from lockstep.core.contract.events import ControlRequested, RequestArrived, RequestCancelled, RequestId, TokenRuns
 from lockstep.core.requests.table import VERSION_MARK, prompt_length
-from lockstep.sim.cost import BatchShape, ContextBends, CostModel, decode_shape
+from lockstep.sim.cost import BatchShape, ContextBends, CostModel, decode_shape, extend_shape
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import unnoted
 from lockstep.sim.host.engine_host import EngineHost
@@ -144,7 +144,8 @@ class EngineLane:
             row_us = cost.stage_us(shape)[-1] if isinstance(cost, PipelineModel) else one_row.mean_us
             decodes_us = [cost.batch_us(decode_shape(1 << n, 1)).mean_us for n in range(config.rows_max.bit_length())]
             lengthens = isinstance(cost, ContextBends) and cost.decode_bends(1) is not None
-        self._draws = one_row.spread_us > 0
+            prompt = cost.batch_us(extend_shape(1, 1))
+        self._draws = one_row.spread_us > 0 or prompt.spread_us > 0
         self._least_us = LEAST_SHARE * row_us  # in a pipeline, ends are at least a stage's time apart
         self._decode_us = ROWS_SHARE * min(decodes_us) if self._known_times else self._least_us
         self._later_share = 1.0 if lengthens else LATER_SHARE

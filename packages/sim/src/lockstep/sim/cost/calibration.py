@@ -258,6 +258,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     lane: CpuModel | msgspec.UnsetType = msgspec.UNSET  # measured times of the CPU lane; unset: those of CpuModel
     correction: Correction = Correction()
     spread: float = 0.0  # standard deviation of single batches around the systematic error, as a share of the mean
+    prompt_spread: float | msgspec.UnsetType = msgspec.UNSET  # that of batches with prompts; unset: `spread`
     residuals: tuple[Residuals, ...]
     sources: tuple[CalibrationSource, ...] = ()
     notes: tuple[str, ...] = ()  # limits of its use, one sentence each
@@ -280,8 +281,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
         if self.lane is not msgspec.UNSET and self.cpu == "included":
             raise CalibrationError("`lane` is given, but `cpu` is included: the correction has the time of the lane")
-        if not 0.0 <= self.spread < 1.0:
-            raise CalibrationError(f"`spread` must be at least 0 and below 1, got `{self.spread}`")
+        for name, spread in (("spread", self.spread), ("prompt_spread", self.spread_with_prompts)):
+            if not 0.0 <= spread < 1.0:
+                raise CalibrationError(f"`{name}` must be at least 0 and below 1, got `{spread}`")
         found = [(r.metric, r.population) for r in self.residuals]
         if ("time", "seen") not in found or len(set(found)) != len(found):
             raise CalibrationError("`residuals` must have time of seen models, and each metric and population once")
@@ -324,6 +326,16 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """SHA-256 of `to_json`, hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
+    @property
+    def spread_with_prompts(self) -> float:
+        """Standard deviation of single batches with prompts, as a share of the mean."""
+        return self.spread if self.prompt_spread is msgspec.UNSET else self.prompt_spread
+
+    @property
+    def draws(self) -> bool:
+        """Whether durations are drawn, because batches have a spread."""
+        return self.spread > 0.0 or self.spread_with_prompts > 0.0
+
     # --- use of a calibration -----------------------------------------------------------------------------------------
 
     @property
@@ -342,14 +354,14 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """
         if not 0.0 < factor < math.inf:
             raise CalibrationError(f"`factor` must be above 0 and finite, got `{factor}`")
-        if self.correction.is_identity and not self.spread and factor == 1.0:
+        if self.correction.is_identity and not self.draws and factor == 1.0:
             return base
         if isinstance(base, TwoBatchModel):
             return TwoBatchModel(self.cost_model(base.base, factor))  # type: ignore[arg-type]  # a correction keeps its terms apart
         if isinstance(base, MultiplexedModel):
             return base.mapped(lambda part: self.cost_model(part, factor))
         if isinstance(base, PipelineModel):
-            if self.correction.is_identity and not self.spread:
+            if self.correction.is_identity and not self.draws:
                 return base.scaled(factor)
             layers = base.model.layers
             return base.mapped(lambda stage, number: self._stage_model(stage, number, layers)).scaled(factor)
@@ -510,7 +522,7 @@ class CalibratedModel:
         self._kv_token_us = c.weight("kv_token_us") * factor
         self._attention_prefill = c.weight("attention_prefill") * factor
         self._fixed_us = (c.step_us + c.collective_us * self.collectives) * factor
-        self._spread = calibration.spread
+        self._spread, self._prompt_spread = calibration.spread, calibration.spread_with_prompts
         self._tokens_us: dict[int, float] = {}
 
     def batch_us(self, shape: BatchShape) -> Duration:
@@ -531,7 +543,7 @@ class CalibratedModel:
         us += self._prompt_us * shape.completed_prompts + self._kv_token_us * shape.decode_context_tokens
         if self._attention_prefill:
             us += self._attention_prefill * self.base.attention_prefill_us(shape)
-        spread_us = self._spread * us
+        spread_us = (self._prompt_spread if shape.extend_rows else self._spread) * us
         if base.spread_us:
             spread_us = math.hypot(spread_us, self._kernels * base.spread_us)
         return Duration(us, spread_us)
@@ -549,7 +561,7 @@ class CalibratedModel:
     def _base_with_bends(self) -> ContextBends | None:
         """Return the base if its bends are those of the corrected time; None: they are not known."""
         base: object = self.base
-        return base if isinstance(base, ContextBends) and not self._spread else None
+        return base if isinstance(base, ContextBends) and not self.calibration.draws else None
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the corrected time by term: the scaled terms of the base, and the terms that the correction adds.
@@ -597,6 +609,7 @@ class CalibratedModel:
             "kind": f"{self.base.describe()['kind']}, calibrated",
             "correction": msgspec.to_builtins(self.calibration.correction),
             "spread": self.calibration.spread,
+            "prompt_spread": self.calibration.spread_with_prompts,
             "factor": self.factor,
         }
 
