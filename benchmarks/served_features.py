@@ -13,7 +13,8 @@ of one engine, the CPU time around their own batches, and the time of a send, by
 longer than on one engine. The time between the client and the engine is that of the plain engine in all of them.
 
 The speed of a machine that others use, too, changes by the minute. So the servers of the fit and of the feature are
-there together and get parts of their requests in turn; one of them is idle while the other one answers.
+there together and get parts of their requests in turn; one of them is idle while the other one answers. The requests of
+the simulation have the same pauses between parts.
 
 An idle machine is needed: the ranks of a feature use both cores of a machine that has two.
 """
@@ -48,6 +49,8 @@ from lockstep.sim.cost.fit import correction_of
 from lockstep.sim.results.batch_times import BatchTime, BatchTimes
 from lockstep.sim.results.stored_run import read_run
 from lockstep.sim.scenario.settings import flag_of_setting, unusual_settings
+from lockstep.sim.workload.token_runs import prompt_ids
+from lockstep.sim.workload.workload import open_workload
 
 CHAT = "gen:n={n},rate=1,input=lognormal:600:0.4,output=lognormal:40:0.4"
 PREFIXES = "gen:n={n},rate=1,input=lognormal:100:0.4,output=lognormal:40:0.4,shared_prefix=2000x6"
@@ -130,9 +133,25 @@ class Bench:
         """Return a path for a part of what is known of a feature."""
         return self._folder / f"{feature.name.replace(' ', '-').replace(',', '')}-{part}"
 
-    def _workload(self, feature: Feature, window: tuple[int, int]) -> tuple[str, ...]:
-        load = feature.load.format(n=2 * self._parts * self._seconds)  # more than arrive in all windows
-        return ("--workload", load, "--time-window", f"{window[0]}..{window[1]}")
+    def _load(self, feature: Feature) -> str:
+        return feature.load.format(n=2 * self._parts * self._seconds)  # more than arrive in all windows
+
+    def _windows(self) -> list[str]:
+        """Return the time windows of the parts of a load."""
+        return [f"{number * self._seconds}..{(number + 1) * self._seconds}" for number in range(self._parts)]
+
+    def _trace(self, feature: Feature) -> Path:
+        """Write the requests of a test run with a pause of one part behind each part; return the file."""
+        rows = []
+        for number, window in enumerate(self._windows()):
+            begun_us = 2 * number * self._seconds * 1_000_000
+            for turn in open_workload(self._load(feature), seed=self._test_seed, time_window=window).turns:
+                row = {"arrival_us": begun_us + turn.arrival_us, "input_tokens": turn.prompt_tokens}
+                row |= {"output_tokens": turn.output_tokens, "prompt_token_ids": prompt_ids(turn.prompt).tolist()}
+                rows.append(json.dumps(row))
+        file = self.at(feature, "trace.jsonl")
+        file.write_text("\n".join(rows) + "\n")
+        return file
 
     def serve(self, runs: Mapping[str, tuple[Feature, int]], of: Feature) -> dict[str, Path]:
         """Send parts of loads to several servers in turn; return the folders of their journals.
@@ -152,14 +171,13 @@ class Bench:
                 model = ("--model", str(self._experts), "--random-weights", "1") if feature.experts else ()
                 server = serving(*model, *feature.serve, *below, *feature.layout, "--journal", str(journals[name]))
                 urls[name], _ = servers.enter_context(server)
-            for number in range(self._parts):
-                window = (number * self._seconds, (number + 1) * self._seconds)
+            for number, window in enumerate(self._windows()):
                 for name, (feature, seed) in runs.items():
                     client = self.client(journals[name], number)
                     shutil.rmtree(client, ignore_errors=True)
                     lockstep(
-                        "bench", "serve", "--to", urls[name], *self._workload(feature, window), "--seed", str(seed),
-                        "--out", str(client),
+                        "bench", "serve", "--to", urls[name], "--workload", self._load(feature),
+                        "--time-window", window, "--seed", str(seed), "--out", str(client),
                     )  # fmt: skip
         return journals
 
@@ -188,7 +206,7 @@ class Bench:
         model = str(self._experts) if feature.experts else "demo"
         lockstep(
             "simulate", "--model", model, "--gpu", str(costs.device),
-            *self._workload(feature, (0, self._parts * self._seconds)), "--seed", str(self._test_seed),
+            "--workload", str(self._trace(feature)), "--seed", str(self._test_seed),
             "--calibration", str(costs.calibration), *feature.layout, *feature.simulate, *costs.options,
             *settings_of(config, feature), "--out", str(folder),
         )  # fmt: skip
