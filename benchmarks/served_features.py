@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.runtime.demo_model import demo_model_folder
-from lockstep.sim.calibrate.calibrate import batch_weights, timed_batches
+from lockstep.sim.calibrate.calibrate import STALL, batch_weights, timed_batches
 from lockstep.sim.calibrate.engine_run import METRICS, EngineRun
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import Calibration, roofline_model
@@ -362,17 +362,23 @@ def of_stages(calibration: Path, plain: Path, staged: Path, folder: Path) -> Cos
         folder: where the files go.
     """
     runs = [EngineRun.read(plain), EngineRun.read(staged)]
-    alone_us, staged_us = (np.median([one.took_us for one in run.times.batches if is_single(one)]) for run in runs)
+    alone_us, staged_us = (usual_mean([one.took_us for one in run.times.batches if is_single(one)]) for run in runs)
     lane = runs[1].lane()
     assert lane is not None  # a run of a few requests has many more gaps
     folder.mkdir(exist_ok=True)
     fit, device = folder / "calibration.json", folder / "device.json"
     msgspec.structs.replace(Calibration.load(calibration), lane=lane).save(fit)
     described = json.loads(CPU_CORE.read_text())
-    described["measured"] = {"send_latency_us": max(0, round(float(staged_us - alone_us)))}
+    described["measured"] = {"send_latency_us": max(0, round(staged_us - alone_us))}
     described["sources"]["measured.send_latency_us"] = "decodes of one request, by stages and by one engine"
     device.write_text(json.dumps(described))
     return Costs(fit, device)
+
+
+def usual_mean(took_us: Sequence[float]) -> float:
+    """Return the mean of times without stalls, as a fit has it."""
+    values = np.asarray(took_us)
+    return float(values[values <= STALL * np.median(values)].mean())
 
 
 def is_single(batch: BatchTime) -> bool:
