@@ -23,6 +23,7 @@ EMULATED = ("--emulate", "qwen3-0.6b@h200")
 RUN_SERVE = (sys.executable, "-c", RUN, "serve", "--port", "0")
 START_S = 240.0
 END_S = 120.0
+FORK_SERVER = "lockstep.api.processes.fork_server"
 
 
 class LiveServer:
@@ -74,9 +75,15 @@ class LiveServer:
         return children_of(self.process.pid)
 
     def folder(self) -> Path:
-        """The folder of the sockets of one engine."""
-        words = processes()[self.children()["fork_server"]][1]
-        return Path(words[words.index("lockstep.api.processes.fork_server") + 1])
+        """The launcher's folder, with the sockets of the engine if there is one; several have folders below it.
+
+        Raises: LookupError without a process of an engine.
+        """
+        for parent, words in processes().values():
+            if parent == self.process.pid and FORK_SERVER in words:
+                folder = Path(words[words.index(FORK_SERVER) + 1])
+                return folder.parent if is_one_of_several(folder) else folder
+        raise LookupError("the server has no process of an engine")
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal to end the server, and return its exit status."""
@@ -90,14 +97,19 @@ class LiveServer:
                 self.process.stdout.close()
 
 
+def is_one_of_several(folder: Path) -> bool:
+    """Whether a folder is of one of several engines, below that of their launcher."""
+    return folder.parent.name.startswith("lockstep-")
+
+
 def children_of(launcher: int) -> dict[str, int]:
     """Process ids of the children of a launcher, by name."""
     found = {}
     table = processes()
     for pid, (parent, words) in table.items():
-        if parent == launcher and "lockstep.api.processes.fork_server" in words:
-            at = words.index("lockstep.api.processes.fork_server")
-            number = f" {words[at + 3]}" if Path(words[at + 1]).parent.name.startswith("lockstep-") else ""
+        if parent == launcher and FORK_SERVER in words:
+            at = words.index(FORK_SERVER)
+            number = f" {words[at + 3]}" if is_one_of_several(Path(words[at + 1])) else ""
             found[f"fork_server{number}"] = pid
             for child in (child for child, (grown, _) in table.items() if grown == pid):
                 found[f"engine{number}"] = child
