@@ -8,9 +8,10 @@ For each feature `lockstep serve` runs on this CPU, one thread for each rank, an
 `lockstep simulate` then has the same requests, the settings of the engine's journal and a calibration. The calibration
 is never of the run that it predicts: a server of the same layout gets other requests (another seed), and its batches
 are fitted. For prefill and decode engines these are the batches of both, and the time from the end of a prompt to the
-end of its transfer gives the latency of the link. Batches of stages cannot be timed alone. Stages take the calibration
-of one engine, the CPU time around their own batches, and the time of a send, by which decodes of one request take
-longer than on one engine. The time between the client and the engine is that of the plain engine in all of them.
+end of its transfer gives the latency of the link. The latency of storage is what prefetches took beyond their bytes at
+the measured rate. Batches of stages cannot be timed alone. Stages take the calibration of one engine, the CPU time
+around their own batches, and the time of a send, by which decodes of one request take longer than on one engine. The
+time between the client and the engine is that of the plain engine in all of them.
 
 The speed of a machine that others use, too, changes by the minute. So the servers of the fit and of the feature are
 there together and get parts of their requests in turn; one of them is idle while the other one answers. The requests of
@@ -39,7 +40,10 @@ import numpy as np
 from live_server import serving
 from numpy.typing import NDArray
 
+from lockstep.core.contract.commands import PrefetchFromStorage
 from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import PrefetchFinished
+from lockstep.core.journal.replay import fold
 from lockstep.runtime.demo_model import demo_model_folder
 from lockstep.sim.calibrate.calibrate import STALL, batch_weights, timed_batches
 from lockstep.sim.calibrate.engine_run import METRICS, EngineRun
@@ -222,7 +226,8 @@ class Bench:
         if feature.fit == "plain":
             costs = Costs(self.calibrate(feature, journals["fit"], feature, with_client=True))
         elif feature.fit == "own":
-            costs = Costs(with_frontend(self.calibrate(feature, journals["fit"], feature), of_plain))
+            fitted = with_frontend(self.calibrate(feature, journals["fit"], feature), of_plain)
+            costs = Costs(fitted, options=storage_latency(journals["fit"], feature) if feature.storage else ())
         elif feature.fit == "roles":
             costs = of_roles(of_plain, journals["fit"], feature, self.at(feature, "fit.json"))
         else:
@@ -352,6 +357,22 @@ def of_roles(of_plain: Path, run: Path, feature: Feature, file: Path) -> Costs:
         / (rate_gbs * 1e3)
     )
     return Costs(file, options=("--link-latency", f"{max(0, round(float(sent_us - copied_us)))}us"))
+
+
+def storage_latency(run: Path, feature: Feature) -> tuple[str, ...]:
+    """Return the option with the time that prefetches of a run took beyond their bytes at the given rate."""
+    config = EngineRun.read(run).config
+    gbs = float(feature.simulate[feature.simulate.index("--storage-gbs") + 1])
+    page_us = config.page_size * load_model("demo").kv_bytes_per_token("bf16") / (gbs * 1e3)
+    begun_us: dict[int, int] = {}
+    beyond_us = []
+    for event, step in fold(run):
+        if isinstance(event, PrefetchFinished) and event.pages_done:
+            beyond_us.append(event.time_us - begun_us[event.prefetch_id] - event.pages_done * page_us)
+        for command in step.commands:
+            if isinstance(command, PrefetchFromStorage):
+                begun_us[command.prefetch_id] = event.time_us
+    return ("--storage-latency", f"{max(0, round(float(np.median(beyond_us))))}us") if beyond_us else ()
 
 
 def of_stages(calibration: Path, plain: Path, staged: Path, folder: Path) -> Costs:
