@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 from lockstep.core.contract.commands import PrefetchFromStorage
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import PrefetchFinished
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.runtime.demo_model import demo_model_folder
 from lockstep.sim.calibrate.calibrate import STALL, batch_weights, timed_batches
@@ -361,7 +362,7 @@ def of_roles(of_plain: Path, run: Path, feature: Feature, file: Path) -> Costs:
 
 def storage_latency(run: Path, feature: Feature) -> tuple[str, ...]:
     """Return the option with the time that prefetches of a run took beyond their bytes at the given rate."""
-    config = EngineRun.read(run).config
+    config = read_journal(run).header.config
     gbs = float(feature.simulate[feature.simulate.index("--storage-gbs") + 1])
     page_us = config.page_size * load_model("demo").kv_bytes_per_token("bf16") / (gbs * 1e3)
     begun_us: dict[int, int] = {}

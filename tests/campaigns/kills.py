@@ -62,6 +62,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "prefill and decode engine of 2 stages": (10, (*OF_THE_MODEL, "--prefill", "1", "--decode", "1", "--pp", "2")),
 }
 """Kills of 1,000 in each layout, and its options."""
+EVERY_PROCESS_MIN = 20  # kills, so that each layout has one
 RETURNING = "2 engines behind a router, workers, launcher, server, emulated"
 """The rest of the kills: clients return, `tests/campaigns/resumption.py`."""
 
@@ -87,7 +88,7 @@ def every_process(kills: int, seed: int) -> int:
         rows.append((name, done.victims, done.seconds, done.tally.requests, done.tally.tokens))
         faults += done.tally.faults.total()
     print(f"{RETURNING}:", flush=True)
-    of_rest = ["--dp", "2", "--kills", str(max(1, left)), "--seed", str(seed + len(LAYOUTS))]
+    of_rest = ["--dp", "2", "--kills", str(left), "--seed", str(seed + len(LAYOUTS))]
     returned = resumption.run(of_rest)
     rows.append((RETURNING, returned.kills, returned.seconds, returned.tally.requests, returned.tally.tokens))
     faults += returned.tally.faults.total()
@@ -108,6 +109,8 @@ def main(arguments: list[str]) -> int:
         parser.add_argument("--kills", type=int, default=1000)
         parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
         told = parser.parse_args(arguments)
+        if told.kills < EVERY_PROCESS_MIN:
+            parser.error(f"--kills is {told.kills}, and --every-process needs {EVERY_PROCESS_MIN}: some for each layout")
         return every_process(told.kills, told.seed)
     return 1 if run(arguments).tally.faults else 0
 
