@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> int:
         parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
         told = parser.parse_args(arguments)
         if told.kills < EVERY_PROCESS_MIN:
-            parser.error(f"--kills is {told.kills}, and --every-process needs {EVERY_PROCESS_MIN}: some for each layout")
+            parser.error(f"--kills is {told.kills}; --every-process needs {EVERY_PROCESS_MIN}, some in each layout")
         return every_process(told.kills, told.seed)
     return 1 if run(arguments).tally.faults else 0
 
