@@ -8,10 +8,11 @@ For each feature `lockstep serve` runs on this CPU, one thread for each rank, an
 `lockstep simulate` then has the same requests, the settings of the engine's journal and a calibration. The calibration
 is never of the run that it predicts: a server of the same layout gets other requests (another seed), and its batches
 are fitted. For prefill and decode engines these are the batches of both, and the time from the end of a prompt to the
-end of its transfer gives the latency of the link. The latency of storage is what prefetches took beyond their bytes at
-the measured rate. Batches of stages cannot be timed alone. Stages take the calibration of one engine, the CPU time
-around their own batches, and the time of a send, by which decodes of one request take longer than on one engine. The
-time between the client and the engine is that of the plain engine in all of them.
+end of its transfer gives the latency of the link. The latencies of host memory and of storage are what loads and
+prefetches took beyond their bytes at the measured rates. Batches of stages cannot be timed alone. Stages take the
+calibration of one engine, the CPU time around their own batches, and the time of a send, by which decodes of one
+request take longer than on one engine. The time between the client and the engine is that of the plain engine in all
+of them.
 
 The speed of a machine that others use, too, changes by the minute. So the servers of the fit and of the feature are
 there together and get parts of their requests in turn; one of them is idle while the other one answers. The requests of
@@ -40,9 +41,9 @@ import numpy as np
 from live_server import serving
 from numpy.typing import NDArray
 
-from lockstep.core.contract.commands import PrefetchFromStorage
+from lockstep.core.contract.commands import LoadFromHost, PrefetchFromStorage
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.events import PrefetchFinished
+from lockstep.core.contract.events import HostCopyFinished, PrefetchFinished
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.runtime.demo_model import demo_model_folder
@@ -59,8 +60,9 @@ from lockstep.sim.workload.workload import open_workload
 
 CHAT = "gen:n={n},rate=1,input=lognormal:600:0.4,output=lognormal:40:0.4"
 PREFIXES = "gen:n={n},rate=1,input=lognormal:100:0.4,output=lognormal:40:0.4,shared_prefix=2000x6"
+STORED = PREFIXES.replace("2000x6", "2000x12")  # so that most requests wait for storage
 WARM_UP = 3  # requests that are not compared
-COLD = 12  # the same of PREFIXES: prompts with new beginnings of 2,000 tokens wait for each other
+COLD = 12  # the same of PREFIXES, of STORED twice as many: prompts with new beginnings wait for each other
 SHARED_BY_RANKS = ("pages", "chunked_prefill_size", "max_running_requests")  # of all shards together in a simulation
 KV_BYTES_SHARE = 0.5  # the simulator's KV is bf16, that of a CPU float32
 CPU_CORE = resources.files("lockstep.sim.catalogue") / "cpus" / "cpu-core.json"
@@ -91,7 +93,12 @@ def features(host_gbs: float, storage_gbs: float, link_gbs: float) -> list[Featu
         "--host-cache-gb", str(KV_BYTES_SHARE), "--host-link-gbs", str(host_gbs * KV_BYTES_SHARE),
     )  # fmt: skip
     handover = ("--prefill-engines", "1", "--decode-engines", "1")
-    small = ("--host-cache-gb", "0.03", "--set", "pages=400")  # three of six shared beginnings: others are in storage
+    small = (
+        "--host-cache-gb",
+        "0.03",
+        "--set",
+        "pages=400",
+    )  # three of twelve shared beginnings: others are in storage
     below = (*small, "--storage-gb", "4", "--prefetch-policy", "wait_complete")
     stored = (
         "--host-cache-gb", str(0.03 * KV_BYTES_SHARE), "--host-link-gbs", str(host_gbs * KV_BYTES_SHARE),
@@ -102,7 +109,7 @@ def features(host_gbs: float, storage_gbs: float, link_gbs: float) -> list[Featu
         Feature("plain", fit="plain"),
         Feature("prefixes", load=PREFIXES, from_request=COLD),
         Feature("host memory", tiers, simulated_tiers, load=PREFIXES, from_request=COLD),
-        Feature("storage", below, stored, load=PREFIXES, storage=True, from_request=COLD),
+        Feature("storage", below, stored, load=STORED, storage=True, from_request=2 * COLD),
         Feature(
             "prefill and decode engines", fit="roles", simulate=("--link-bandwidth", str(link_gbs)), layout=handover,
             journal="engines/1",
@@ -228,7 +235,7 @@ class Bench:
             costs = Costs(self.calibrate(feature, journals["fit"], feature, with_client=True))
         elif feature.fit == "own":
             fitted = with_frontend(self.calibrate(feature, journals["fit"], feature), of_plain)
-            costs = Costs(fitted, options=storage_latency(journals["fit"], feature) if feature.storage else ())
+            costs = Costs(fitted, options=tier_latencies(journals["fit"], feature) if feature.simulate else ())
         elif feature.fit == "roles":
             costs = of_roles(of_plain, journals["fit"], feature, self.at(feature, "fit.json"))
         else:
@@ -360,20 +367,33 @@ def of_roles(of_plain: Path, run: Path, feature: Feature, file: Path) -> Costs:
     return Costs(file, options=("--link-latency", f"{max(0, round(float(sent_us - copied_us)))}us"))
 
 
-def storage_latency(run: Path, feature: Feature) -> tuple[str, ...]:
-    """Return the option with the time that prefetches of a run took beyond their bytes at the given rate."""
+def tier_latencies(run: Path, feature: Feature) -> tuple[str, ...]:
+    """Return the options with the time that loads and prefetches took beyond their bytes at the given rates."""
     config = read_journal(run).header.config
-    gbs = float(feature.simulate[feature.simulate.index("--storage-gbs") + 1])
-    page_us = config.page_size * load_model("demo").kv_bytes_per_token("bf16") / (gbs * 1e3)
-    begun_us: dict[int, int] = {}
-    beyond_us = []
+    page_bytes = config.page_size * load_model("demo").kv_bytes_per_token("bf16")
+    begun_us: dict[tuple[str, int], int] = {}
+    took_us: dict[str, list[tuple[int, int]]] = defaultdict(list)  # by tier: pages and time of each move
     for event, step in fold(run):
-        if isinstance(event, PrefetchFinished) and event.pages_done:
-            beyond_us.append(event.time_us - begun_us[event.prefetch_id] - event.pages_done * page_us)
+        if isinstance(event, PrefetchFinished):
+            tier, number = "storage", event.prefetch_id
+        elif isinstance(event, HostCopyFinished):
+            tier, number = "host-link", event.copy_id
+        else:
+            tier, number = "", 0
+        if (tier, number) in begun_us and event.pages_done:
+            took_us[tier].append((event.pages_done, event.time_us - begun_us[tier, number]))
         for command in step.commands:
             if isinstance(command, PrefetchFromStorage):
-                begun_us[command.prefetch_id] = event.time_us
-    return ("--storage-latency", f"{max(0, round(float(np.median(beyond_us))))}us") if beyond_us else ()
+                begun_us["storage", command.prefetch_id] = event.time_us
+            elif isinstance(command, LoadFromHost):
+                begun_us["host-link", command.copy_id] = event.time_us
+    options: list[str] = []
+    for tier, moves in took_us.items():
+        gbs = float(feature.simulate[feature.simulate.index(f"--{tier}-gbs") + 1])
+        bytes_us = float(np.mean([pages for pages, _ in moves])) * page_bytes / (gbs * 1e3)
+        beyond_us = usual_mean([us for _, us in moves]) - bytes_us
+        options += [f"--{tier}-latency", f"{max(0, round(beyond_us))}us"]
+    return tuple(options)
 
 
 def of_stages(calibration: Path, plain: Path, staged: Path, folder: Path) -> Costs:

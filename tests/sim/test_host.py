@@ -437,7 +437,7 @@ def test_spread_is_drawn_from_seed_engine_and_batch_alone() -> None:
     assert durations(1, "a") == durations(1, "a")
     assert durations(1, "a")[:50] != durations(2, "a")[:50]
     assert durations(1, "a")[:50] != durations(1, "b")[:50]
-    assert min(durations(1, "a", spread_us=5000.0)) == 1  # no batch takes no time
+    assert min(durations(1, "a", spread_us=50_000.0)) >= 1  # no batch takes no time
 
     # Another load: batch 0 has another length, but the same draw.
     one, many = [play(turns, cost=Clockwork(50.0), seed=3)[1] for turns in ([turn(0)], [turn(0), turn(1)])]

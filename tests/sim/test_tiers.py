@@ -22,7 +22,7 @@ from lockstep.core.contract.commands import (
     WriteToStorage,
 )
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.events import BlocksFound, PrefetchFinished
+from lockstep.core.contract.events import BlocksFound, HostCopyFinished, PrefetchFinished
 from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost.parallel import Parallelism
@@ -92,6 +92,17 @@ def test_lanes_answer_in_time_and_storage_has_what_was_written() -> None:
     links.begin(PrefetchFromStorage(5, (keys[0], keys[4]), pages(2)), 40)
     links.begin(CancelPrefetch(4), 41)  # too late
     assert links.take(50) == PrefetchFinished(50, 5, 1), "up to the first that is missing"
+
+
+def test_copies_begin_after_the_latency_of_the_link() -> None:
+    tiers = HostTiers(host_cache_gb=1, host_link_gbs=1, host_link_latency_us=300)
+    links = TierLinks(tiers, PageBytes(1_000, 500), load_gpu("h100"))
+    links.begin(CopyToHost(0, pages(4), pages(4)), 0)
+    links.begin(LoadFromHost(1, pages(2), pages(2)), 0)
+    assert [(links.next_us, type(links.take(links.next_us))) for _ in range(2)] == [
+        (301, HostCopyFinished),
+        (302, HostCopyFinished),
+    ]
 
 
 def test_blocks_weigh_in_storage_and_on_its_way() -> None:

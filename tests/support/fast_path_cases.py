@@ -27,6 +27,7 @@ from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cost import BatchShape, ContextBends, CostModel, CpuModel, Duration
 from lockstep.sim.cost.calibration import Correction
+from lockstep.sim.cost.model import LastingSpread
 from lockstep.sim.fast.fast_path import POLICIES
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.assemble import assemble
@@ -56,9 +57,9 @@ class Jittery:
         self.cost = cost
 
     def batch_us(self, shape: BatchShape) -> Duration:
-        """Return the time of a batch, with a spread."""
+        """Return the time of a batch, with a spread, which decodes have in part in common."""
         mean_us = self.cost.batch_us(shape).mean_us
-        return Duration(mean_us, 0.2 * mean_us)
+        return Duration(mean_us, 0.2 * mean_us, None if shape.extend_rows else LastingSpread(share=0.5, batches=8))
 
     def describe(self) -> dict[str, Any]:
         """Return the description of the model below."""

@@ -110,6 +110,7 @@ LINES: dict[str, tuple[str, str]] = {
     "--pue": (PLAIN, "1.3"),
     "--rank-schedulers": (of("qwen3-30b-a3b", "--tp 2 --attention-dp 2"), ""),
     "--host-link-gbs": (TIERS, "20"),
+    "--host-link-latency": (TIERS, "1ms"),
     "--host-write-policy": (TIERS, "write_back"),
     "--load-tokens-min": (TIERS, "2"),
     "--storage-gb": (TIERS, "1"),

@@ -68,8 +68,8 @@ def test_a_simulation_of_the_same_requests_is_near_what_the_client_measured(cali
     ]  # fmt: skip
     run(simulate, *words)
     simulated, measured = read_run(tmp_path / "run"), read_run(CLIENT)
-    # Costs are means, and single prompts of this run took up to 2.6 times theirs, so the median is the worst figure.
-    within = {"e2e_us_mean": 0.15, "tpot_us_p50": 0.15, "ttft_us_mean": 0.1, "ttft_us_p90": 0.15, "ttft_us_p50": 0.35}
+    # Durations are drawn, and there are 65 batches with prompts, of which some took up to 2.6 times their mean.
+    within = {"e2e_us_mean": 0.2, "tpot_us_p50": 0.1, "ttft_us_mean": 0.15, "ttft_us_p90": 0.2, "ttft_us_p50": 0.25}
     for figure, share in within.items():
         found, real = simulated.summary("latency", figure), measured.summary("latency", figure)
         assert found == pytest.approx(real, rel=share), figure

@@ -33,8 +33,8 @@ from lockstep.host.grammars import GrammarMatchers
 from lockstep.host.loop import HostClock
 from lockstep.host.weights import Folder, write_source
 from lockstep.sim.cost import BatchShape, CostModel
+from lockstep.sim.cost.draws import drawn_factor
 from lockstep.sim.host.batch_shapes import RowAdapters, extend_shape_of
-from lockstep.sim.host.device import standard_normal
 from lockstep.sim.host.links import Link
 
 UInt64s = NDArray[np.uint64]
@@ -163,8 +163,7 @@ class EmulatedTimes:
         for further in range(1, plan.steps):  # each further step has all rows of the launch, one position later
             context_tokens = shape.decode_context_tokens + further * shape.decode_rows
             took_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
-        if expected.spread_us > 0.0:
-            took_us += expected.spread_us * standard_normal(f"{self._seed} engine {plan.batch_id}")
+        took_us *= drawn_factor(expected, f"{self._seed} engine", plan.batch_id)
         return max(1.0, took_us / self._speed)
 
 

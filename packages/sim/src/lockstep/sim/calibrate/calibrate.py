@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from lockstep.sim.calibrate.engine_run import Twin
 from lockstep.sim.calibrate.serving_points import CLIENTS, Played, ServingPoint, parts_of, play
+from lockstep.sim.calibrate.spreads import deviations, lasting_spread, spread_of
 from lockstep.sim.cost import CalibrationError, CpuModel, RooflineModel, decode_shape, extend_shape
 from lockstep.sim.cost.calibration import (
     BATCH_FEATURES,
@@ -345,8 +346,12 @@ def calibration_of_batches(
         held: the result of `held_out(timed)`.
     """
     weights = batch_weights(timed.parts, timed.took_us)
-    single, prompts = timed.took_us / (timed.parts @ weights), has_prompts(timed.parts)
+    single, prompts = np.minimum(timed.took_us / (timed.parts @ weights), STALL), has_prompts(timed.parts)
     by_kind = min(prompts.sum(), (~prompts).sum()) >= LEVEL_MIN
+    kinds = [~prompts, prompts] if by_kind else [np.ones_like(prompts)]
+    spreads, varied = [spread_of(single[kind]) for kind in kinds], np.zeros(len(single))
+    for kind, spread in zip(kinds, spreads, strict=True):
+        varied[kind] = deviations(single[kind], spread)
     residuals = [
         Residuals.of(
             held.ratios,
@@ -366,8 +371,9 @@ def calibration_of_batches(
         base=str(base.describe()["kind"]),
         cpu="separate",
         correction=correction_of(weights),
-        spread=_spread(single[~prompts] if by_kind else single),
-        prompt_spread=_spread(single[prompts]) if by_kind else msgspec.UNSET,
+        spread=spreads[0],
+        prompt_spread=spreads[1] if by_kind else msgspec.UNSET,
+        lasting_spread=lasting_spread(varied),
         residuals=(*residuals, *UNSEEN_MODELS),
         sources=(source,),
         notes=(
@@ -377,18 +383,6 @@ def calibration_of_batches(
         ),
         layouts=(str(base.split),),
     )
-
-
-def _spread(single: Float64s) -> float:
-    """Return a robust standard deviation, as a share of the median.
-
-    It is half the distance from the 16th to the 84th percentile.
-
-    Args:
-        single: measured / predicted of single batches.
-    """
-    half = float(np.diff(np.quantile(single, [0.16, 0.84]))[0]) / 2.0
-    return round(min(half / float(np.median(single)), 0.99), 5)
 
 
 def with_lane(calibration: Calibration, lane: CpuModel | None) -> Calibration:

@@ -47,9 +47,10 @@ from lockstep.core.journal.sinks import JournalSink
 from lockstep.sim.cluster.metrics import combine
 from lockstep.sim.cluster.shared_clock import Routing, SharedClock, SharedFeed, report_of
 from lockstep.sim.cost import BatchShape, CostModel
+from lockstep.sim.cost.draws import drawn_factor
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host.batch_shapes import as_decodes, state_copies
-from lockstep.sim.host.device import Device, Running, Untimed, standard_normal
+from lockstep.sim.host.device import Device, Running, Untimed
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.host_options import HostLinks
 from lockstep.sim.host.pipeline import with_stages
@@ -382,9 +383,8 @@ class SimulatedRanks:
         expected = self._cost.batch_us(together)
         draft_us, copies = self._draft_us(together, shares, agreed), max(share.copies for share in shares)
         # Ranks copy states in parallel, so the rank with the most copies counts.
-        took_us = expected.mean_us + draft_us + copies * self.ports[0].device.state_copy_us
-        if expected.spread_us > 0.0:
-            took_us += expected.spread_us * standard_normal(f"{self._key} {self._begun}")
+        drawn_us = expected.mean_us * drawn_factor(expected, self._key, self._begun)
+        took_us = drawn_us + draft_us + copies * self.ports[0].device.state_copy_us
         self._begun += 1
         sampling_us = 0.0
         if any(share.plan.sample_after is not None for share in shares):

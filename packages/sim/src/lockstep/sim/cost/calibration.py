@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from lockstep.sim.cost.cpu import CpuModel
 from lockstep.sim.cost.errors import CalibrationError
-from lockstep.sim.cost.model import BatchShape, ContextBends, CostModel, Duration
+from lockstep.sim.cost.model import BatchShape, ContextBends, CostModel, Duration, LastingSpread
 from lockstep.sim.cost.multiplexing import MultiplexedModel
 from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel, StageModel
@@ -259,6 +259,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     correction: Correction = Correction()
     spread: float = 0.0  # standard deviation of single batches around the systematic error, as a share of the mean
     prompt_spread: float | msgspec.UnsetType = msgspec.UNSET  # that of batches with prompts; unset: `spread`
+    lasting_spread: LastingSpread | msgspec.UnsetType = msgspec.UNSET  # part that batches have in common; unset: none
     residuals: tuple[Residuals, ...]
     sources: tuple[CalibrationSource, ...] = ()
     notes: tuple[str, ...] = ()  # limits of its use, one sentence each
@@ -523,6 +524,7 @@ class CalibratedModel:
         self._attention_prefill = c.weight("attention_prefill") * factor
         self._fixed_us = (c.step_us + c.collective_us * self.collectives) * factor
         self._spread, self._prompt_spread = calibration.spread, calibration.spread_with_prompts
+        self._lasting = None if calibration.lasting_spread is msgspec.UNSET else calibration.lasting_spread
         self._tokens_us: dict[int, float] = {}
 
     def batch_us(self, shape: BatchShape) -> Duration:
@@ -546,7 +548,7 @@ class CalibratedModel:
         spread_us = (self._prompt_spread if shape.extend_rows else self._spread) * us
         if base.spread_us:
             spread_us = math.hypot(spread_us, self._kernels * base.spread_us)
-        return Duration(us, spread_us)
+        return Duration(us, spread_us, self._lasting)
 
     def decode_bends(self, rows: int) -> tuple[int, ...] | None:
         """Return the contexts between which the corrected time of a batch of decodes is convex, see `ContextBends`."""
@@ -610,6 +612,7 @@ class CalibratedModel:
             "correction": msgspec.to_builtins(self.calibration.correction),
             "spread": self.calibration.spread,
             "prompt_spread": self.calibration.spread_with_prompts,
+            "lasting_spread": None if self._lasting is None else msgspec.to_builtins(self._lasting),
             "factor": self.factor,
         }
 

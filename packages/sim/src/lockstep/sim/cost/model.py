@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -29,11 +29,19 @@ class BatchShape(msgspec.Struct, frozen=True, gc=False):
         return max(self.sampled_rows - self.decode_rows - self.draft_tokens, 0)
 
 
+class LastingSpread(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """The part of a spread that batches which follow each other have in common, see draws.py."""
+
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)]  # of the variance
+    batches: Annotated[int, msgspec.Meta(ge=1)]  # after which it is another one
+
+
 class Duration(msgspec.Struct, frozen=True, gc=False):
     """A time with its uncertainty. The spread of a roofline is 0."""
 
     mean_us: float
     spread_us: float = 0.0  # one standard deviation
+    lasting: LastingSpread | None = None  # None: the spread of each batch is its own
 
 
 class CostModel(Protocol):

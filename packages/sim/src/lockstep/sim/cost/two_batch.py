@@ -77,7 +77,7 @@ class TwoBatchModel:
         if shape.halves is None:
             return whole
         us = sum(self.terms_us(shape).values())
-        return Duration(us, whole.spread_us * us / whole.mean_us if whole.mean_us else 0.0)
+        return Duration(us, whole.spread_us * us / whole.mean_us if whole.mean_us else 0.0, whole.lasting)
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the time by term; of collectives, the part that no computation hides. The values sum to `batch_us`."""

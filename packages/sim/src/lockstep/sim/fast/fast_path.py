@@ -25,12 +25,12 @@ from lockstep.core.requests.budget import NewTokenRatio
 from lockstep.core.requests.rules import BATCHINGS, NO_LIMIT, RESERVES
 from lockstep.core.scheduler.ordering import REFRESHED_REQUESTS, shuffled
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
+from lockstep.sim.cost.draws import drawn_factor
 from lockstep.sim.fast import machine_code
 from lockstep.sim.fast import state as arrays_of
 from lockstep.sim.fast.lines import line_for, no_lines
 from lockstep.sim.fast.loops import Loop
 from lockstep.sim.fast.open_gaps import OpenGaps
-from lockstep.sim.host.device import standard_normal
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.measured import MeasuredRequests, MeasuredRows
 from lockstep.sim.workload.turns import Turns
@@ -326,8 +326,7 @@ class FastRun:
         shape, one = BatchShape(*sums), self._engines[int(engine)]
         expected = one.cost.batch_us(shape)
         if expected.spread_us > 0.0:
-            drawn = standard_normal(f"{self._load.seed} engine{engine} {batch_id}")
-            return expected.mean_us + expected.spread_us * drawn
+            return expected.mean_us * drawn_factor(expected, f"{self._load.seed} engine{engine}", batch_id)
         if not shape.extend_rows or (shape.extend_rows == 1 and not shape.sampled_rows):  # others have no line
             line_for(one.cost, self._arrays.lines[engine], shape, one.config.request_tokens_max)
         return expected.mean_us

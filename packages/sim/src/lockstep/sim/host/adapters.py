@@ -16,8 +16,9 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import AdapterLoaded, ControlRequested, LoadAdapterControl
 from lockstep.sim.cost import GpuSpec
 from lockstep.sim.cost.lora import TARGETS
-from lockstep.sim.host.cache_tiers import HOST_LINK_LATENCY_US, PCIE_SHARE
+from lockstep.sim.host.cache_tiers import PCIE_SHARE
 from lockstep.sim.host.links import Link
+from lockstep.sim.scenario.tier_options import LINK_LATENCY_US
 
 ALL_TARGETS = "all"
 
@@ -64,7 +65,7 @@ class AdapterLane:
 
 def adapter_link(gpu: GpuSpec) -> Link:
     """Return a new link from the host, for an engine without cache tiers."""
-    return Link(gpu.datasheet["pcie_gbs"].value * PCIE_SHARE, HOST_LINK_LATENCY_US)
+    return Link(gpu.datasheet["pcie_gbs"].value * PCIE_SHARE, float(LINK_LATENCY_US))
 
 
 def describe_loads(size: int, gpu: GpuSpec) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from lockstep.sim.host.page_bytes import PageBytes
 from lockstep.sim.scenario.tier_options import HostTiers
 
 PCIE_SHARE = 0.85  # estimate: share of the data sheet's rate that large copies from pinned memory reach
-HOST_LINK_LATENCY_US = 10.0  # estimate: time to begin a copy
 Answer = HostCopyFinished | PrefetchFinished | StorageWritten
 NO_BLOCKS: Mapping[str, PageBytes] = {}
 
@@ -104,8 +103,8 @@ class TierLinks:
         """Set up the lanes. `blocks` has the bytes of a window and of a state block, by kind, if there are any."""
         gbs = tiers.host_link_gbs or gpu.datasheet["pcie_gbs"].value * PCIE_SHARE
         self.pages, self.blocks = pages, blocks
-        self.down = Link(gbs, HOST_LINK_LATENCY_US)
-        self.up = Link(gbs, HOST_LINK_LATENCY_US)
+        self.down = Link(gbs, float(tiers.host_link_latency_us))
+        self.up = Link(gbs, float(tiers.host_link_latency_us))
         self.storage_out = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
         self.storage_in = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
         self.stored = SimulatedStorage(int(tiers.storage_gb * 1e9))

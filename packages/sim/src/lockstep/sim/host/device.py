@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from hashlib import blake2b
-from statistics import NormalDist
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,6 +19,7 @@ from lockstep.core.contract.events import BatchId
 from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.core.requests.delivery import step_numbers
 from lockstep.sim.cost import BatchShape, CostModel
+from lockstep.sim.cost.draws import drawn_factor
 from lockstep.sim.host.batch_shapes import adapters_of, extend_shape_of, halves_of, state_copies
 from lockstep.sim.host.blocks import BlockRows
 from lockstep.sim.host.speculation import SpeculationModel
@@ -154,7 +153,7 @@ class Device:
         expected = self.cost.batch_us(shape)
         took_us = expected_us = expected.mean_us if plan.steps == 1 else self._steps_us(plan, shape)
         if expected.spread_us > 0.0:
-            took_us += expected.spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
+            took_us *= drawn_factor(expected, f"{self._seed} {self._name}", plan.batch_id)
         if self.state_copy_us:
             states_us = self.state_copy_us * state_copies(plan)
             took_us, expected_us = took_us + states_us, expected_us + states_us
@@ -311,9 +310,3 @@ class Device:
         if self._early_eos:
             tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
         return tokens
-
-
-def standard_normal(key: str) -> float:
-    """Return a standard normal number that depends on the key alone."""
-    bits = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big")
-    return NormalDist().inv_cdf((bits + 0.5) / 2**64)

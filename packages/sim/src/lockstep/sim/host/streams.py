@@ -19,8 +19,9 @@ from msgspec.structs import replace
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.events import BatchId
 from lockstep.sim.cost import BatchShape
+from lockstep.sim.cost.draws import drawn_factor
 from lockstep.sim.cost.multiplexing import MultiplexedModel
-from lockstep.sim.host.device import Device, Running, Untimed, standard_normal
+from lockstep.sim.host.device import Device, Running, Untimed
 
 ALMOST_DONE_US = 1e-6  # of rounding in sums of times
 
@@ -62,10 +63,7 @@ class StreamsDevice(Device):
         for step in range(1, plan.steps):
             further = replace(shape, decode_context_tokens=shape.decode_context_tokens + step * shape.decode_rows)
             us += self._cost.on_stream(further, plan.sms, None).alone_us
-        whole = self.cost.batch_us(shape)
-        if whole.spread_us > 0.0 and whole.mean_us:
-            drawn = standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
-            us *= 1.0 + drawn * whole.spread_us / whole.mean_us
+        us *= drawn_factor(self.cost.batch_us(shape), f"{self._seed} {self._name}", plan.batch_id)
         tokens = self._sample(plan).tobytes()
         waits = plan.sample_after is not None
         self._settle(handed_over_us)

@@ -15,6 +15,8 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import Option
 from lockstep.host.tier_options import cache_tiers, check_values
 
+LINK_LATENCY_US = 10  # estimate: time to begin a copy between a GPU and the host
+
 
 class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Division of memory among layers of different kinds, see hybrid_memory.py. The default ratios are SGLang's."""
@@ -63,6 +65,7 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     host_link_gbs: Annotated[
         float | None, Option("GB/s between a GPU and the host, each way: 450 is NVLink-C2C", default="PCIe")
     ] = None
+    host_link_latency_us: Annotated[int, Option("time until a copy to or from the host begins")] = LINK_LATENCY_US
     host_write_policy: Annotated[
         WritePolicy, Option("when KV is copied to the host: write_through, write_through_selective or write_back")
     ] = "write_through"
