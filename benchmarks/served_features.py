@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,7 @@ from lockstep.sim.cost.fit import correction_of
 from lockstep.sim.results.batch_times import BatchTime, BatchTimes
 from lockstep.sim.results.stored_run import read_run
 from lockstep.sim.scenario.settings import flag_of_setting, unusual_settings
+from lockstep.sim.scenario.tier_options import SPREAD_MAX
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.workload import open_workload
 
@@ -368,7 +370,10 @@ def of_roles(of_plain: Path, run: Path, feature: Feature, file: Path) -> Costs:
 
 
 def tier_latencies(run: Path, feature: Feature) -> tuple[str, ...]:
-    """Return the options with the time that loads and prefetches took beyond their bytes at the given rates."""
+    """Return the options with the latencies of loads and prefetches of a run, and their spreads.
+
+    A latency is the time beyond the bytes of a move at the given rate.
+    """
     config = read_journal(run).header.config
     page_bytes = config.page_size * load_model("demo").kv_bytes_per_token("bf16")
     begun_us: dict[tuple[str, int], int] = {}
@@ -390,9 +395,13 @@ def tier_latencies(run: Path, feature: Feature) -> tuple[str, ...]:
     options: list[str] = []
     for tier, moves in took_us.items():
         gbs = float(feature.simulate[feature.simulate.index(f"--{tier}-gbs") + 1])
-        bytes_us = float(np.mean([pages for pages, _ in moves])) * page_bytes / (gbs * 1e3)
-        beyond_us = usual_mean([us for _, us in moves]) - bytes_us
+        whole = [one for one in moves if 2 * one[0] >= max(moves)[0]]  # others are of rests of a beginning
+        mean_us, deviation = usual_mean([us for _, us in whole]), float(np.log([us for _, us in whole]).std())
+        beyond_us = mean_us - float(np.mean([pages for pages, _ in whole])) * page_bytes / (gbs * 1e3)
         options += [f"--{tier}-latency", f"{max(0, round(beyond_us))}us"]
+        if beyond_us > 0.0:
+            share = math.sqrt(math.expm1(deviation**2)) * mean_us / beyond_us
+            options += [f"--{tier}-latency-spread", f"{min(share, SPREAD_MAX):.3f}"]
     return tuple(options)
 
 

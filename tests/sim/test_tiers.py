@@ -105,6 +105,18 @@ def test_copies_begin_after_the_latency_of_the_link() -> None:
     ]
 
 
+def test_random_latencies_have_their_mean_and_are_drawn_from_key_and_transfer_alone() -> None:
+    def waits(key: str, spread: float) -> list[int]:
+        link = Link(1e6, 5_000.0, spread=spread, key=key)
+        return [link.send(now_us, 1) - now_us for now_us in range(0, 3_000_000, 1_000)]
+
+    varied = waits("1 a", 0.5)
+    assert waits("1 a", 0.5) == varied != waits("1 b", 0.5)
+    assert sum(varied) / len(varied) == pytest.approx(5_000.0, rel=0.05)
+    assert float(np.std(varied)) == pytest.approx(2_500.0, rel=0.15)
+    assert set(waits("1 a", 0.0)) == {5_000}
+
+
 def test_blocks_weigh_in_storage_and_on_its_way() -> None:
     """Pages of 1,000 bytes, states of 500, and room for 4,000."""
     tiers = HostTiers(host_cache_gb=1, host_link_gbs=1, storage_gb=4e-6, storage_gbs=1, storage_latency_us=7)
@@ -235,6 +247,9 @@ def test_without_tiers_a_run_reports_nothing_of_them() -> None:
     [
         ({"host_link_gbs": 3.0}, "`host_link_gbs` requires a tier below the device, but `host_cache_gb` is 0"),
         ({"host_cache_gb": -1.0}, "`host_cache_gb` must be at least 0 gigabytes and below 1e9, got `-1.0`"),
+        ({"host_cache_gb": 1.0, "storage_latency_spread": 1.0}, "`storage_latency_spread` requires storage"),
+        ({"host_cache_gb": 1.0, "host_link_latency_spread": -1.0}, "`host_link_latency_spread` must be from 0 to 10"),
+        ({"host_cache_gb": 1.0, "host_link_latency_us": -1}, "`host_link_latency_us` must be at least 0, got `-1`"),
         ({"host_cache_gb": 1.0, "storage_gbs": 3.0}, "`storage_gbs` requires storage, but `storage_gb` is 0"),
         ({"host_cache_gb": 1.0, "host_write_policy": "lazy"}, "`host_write_policy` must be write_through, write_thr"),
     ],

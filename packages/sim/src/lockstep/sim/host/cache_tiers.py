@@ -98,15 +98,28 @@ class TierLinks:
     """The lanes between the tiers of one engine, and the contents of its storage."""
 
     def __init__(
-        self, tiers: HostTiers, pages: PageBytes, gpu: GpuSpec, blocks: Mapping[str, PageBytes] = NO_BLOCKS
+        self,
+        tiers: HostTiers,
+        pages: PageBytes,
+        gpu: GpuSpec,
+        blocks: Mapping[str, PageBytes] = NO_BLOCKS,
+        *,
+        key: str = "",
     ) -> None:
-        """Set up the lanes. `blocks` has the bytes of a window and of a state block, by kind, if there are any."""
+        """Set up the lanes.
+
+        Args:
+            blocks: bytes of a window and of a state block, by kind, if there are any.
+            key: what random latencies depend on, such as seed and engine.
+        """
         gbs = tiers.host_link_gbs or gpu.datasheet["pcie_gbs"].value * PCIE_SHARE
         self.pages, self.blocks = pages, blocks
-        self.down = Link(gbs, float(tiers.host_link_latency_us))
-        self.up = Link(gbs, float(tiers.host_link_latency_us))
-        self.storage_out = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
-        self.storage_in = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
+        host_us, host_spread = float(tiers.host_link_latency_us), tiers.host_link_latency_spread
+        storage_us, storage_spread = float(tiers.storage_latency_us), tiers.storage_latency_spread
+        self.down = Link(gbs, host_us, spread=host_spread, key=f"{key} to host")
+        self.up = Link(gbs, host_us, spread=host_spread, key=f"{key} from host")
+        self.storage_out = Link(tiers.storage_gbs, storage_us, spread=storage_spread, key=f"{key} from storage")
+        self.storage_in = Link(tiers.storage_gbs, storage_us, spread=storage_spread, key=f"{key} to storage")
         self.stored = SimulatedStorage(int(tiers.storage_gb * 1e9))
         self.due: list[tuple[int, int, Answer]] = []  # heap: us, count, answer
         self._writes: dict[int, tuple[WriteToStorage, dict[bytes, int]]] = {}  # by number, with bytes by key

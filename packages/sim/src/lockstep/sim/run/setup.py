@@ -106,11 +106,12 @@ class Setup:
         """Bytes of a window block and of a state block in host memory, by kind; empty if the model has none."""
         return {kind: one.on_host for kind, one in self._host_bytes[1].items()}
 
-    def tier_links(self) -> TierLinks | None:
-        """Return new lanes to the cache tiers; None if there are no tiers."""
-        return (
-            TierLinks(self.tiers, self._page_bytes, self.gpu, self._host_bytes[1]) if self.tiers.host_cache_gb else None
-        )
+    def tier_links(self, name: str) -> TierLinks | None:
+        """Return new lanes to the cache tiers of an engine, by its name; None if there are no tiers."""
+        if not self.tiers.host_cache_gb:
+            return None
+        key = f"{self.scenario.seed} {name}"
+        return TierLinks(self.tiers, self._page_bytes, self.gpu, self._host_bytes[1], key=key)
 
     @property
     def slot_bytes(self) -> int:

@@ -253,7 +253,7 @@ def host_of(
             host_block_bytes=setup.host_block_bytes,
             needs_media=setup.config.role != "decode",
         )
-    tiers = setup.tier_links()
+    tiers = setup.tier_links(name)
     frontend_us = round(setup.calibration.correction.frontend_us)
     sessions = Conversations(setup.config.context_tokens_max, metrics) if scenario.server_sessions else None
     sink: MetricsSink = metrics if links.wrap_metrics is None else links.wrap_metrics(metrics)

@@ -15,6 +15,10 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import Option
 from lockstep.host.tier_options import cache_tiers, check_values
 
+STORAGE_KEYS = (
+    "storage_gbs", "storage_latency_us", "storage_latency_spread", "prefetch_policy", "prefetch_tokens_min"
+)  # fmt: skip
+SPREAD_MAX = 10.0  # of latencies: a transfer in a thousand then takes over 100 times the mean
 LINK_LATENCY_US = 10  # estimate: time to begin a copy between a GPU and the host
 
 
@@ -66,6 +70,7 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float | None, Option("GB/s between a GPU and the host, each way: 450 is NVLink-C2C", default="PCIe")
     ] = None
     host_link_latency_us: Annotated[int, Option("time until a copy to or from the host begins")] = LINK_LATENCY_US
+    host_link_latency_spread: Annotated[float, Option("standard deviation of it, as a share of it")] = 0.0
     host_write_policy: Annotated[
         WritePolicy, Option("when KV is copied to the host: write_through, write_through_selective or write_back")
     ] = "write_through"
@@ -73,6 +78,7 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     storage_gb: Annotated[float, Option("storage below the host, in gigabytes; 0: none")] = 0.0  # 1e9 bytes
     storage_gbs: Annotated[float, Option("GB/s of storage, each way, for all GPUs of an engine")] = 10.0
     storage_latency_us: Annotated[int, Option("time until the first byte from storage arrives")] = 200
+    storage_latency_spread: Annotated[float, Option("standard deviation of it, as a share of it")] = 0.0
     prefetch_policy: Annotated[
         PrefetchPolicy, Option("how long a request waits for storage: timeout, wait_complete or best_effort")
     ] = "timeout"
@@ -91,8 +97,14 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
                 raise ConfigError(f"`{name}` must be gigabytes per second above 0, got `{value}`")
+        for name in ("host_link_latency_spread", "storage_latency_spread"):
+            if not 0.0 <= getattr(self, name) <= SPREAD_MAX:
+                raise ConfigError(f"`{name}` must be from 0 to {SPREAD_MAX:g}, got `{getattr(self, name)}`")
+        for name in ("host_link_latency_us", "storage_latency_us"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"`{name}` must be at least 0, got `{getattr(self, name)}`")
         if not self.storage_gb:
-            for name in ("storage_gbs", "storage_latency_us", "prefetch_policy", "prefetch_tokens_min"):
+            for name in STORAGE_KEYS:
                 if name in _given(self):
                     raise ConfigError(f"`{name}` requires storage, but `storage_gb` is 0\nhint: add --storage-gb")
 
