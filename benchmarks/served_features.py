@@ -68,6 +68,7 @@ COLD = 12  # the same of PREFIXES, of STORED twice as many: prompts with new beg
 SHARED_BY_RANKS = ("pages", "chunked_prefill_size", "max_running_requests")  # of all shards together in a simulation
 KV_BYTES_SHARE = 0.5  # the simulator's KV is bf16, that of a CPU float32
 CPU_CORE = resources.files("lockstep.sim.catalogue") / "cpus" / "cpu-core.json"
+PAUSE_S = 10  # between two parts at least: a client waits for the last answer of a part
 DATE = "2026-11-28"  # of the calibrations, which are not kept
 
 
@@ -155,10 +156,10 @@ class Bench:
         return [f"{number * self._seconds}..{(number + 1) * self._seconds}" for number in range(self._parts)]
 
     def _trace(self, feature: Feature) -> Path:
-        """Write the requests of a test run with a pause of one part behind each part; return the file."""
+        """Write the requests of a test run with a pause behind each part; return the file."""
         rows = []
         for number, window in enumerate(self._windows()):
-            begun_us = 2 * number * self._seconds * 1_000_000
+            begun_us = number * (self._seconds + max(self._seconds, PAUSE_S)) * 1_000_000
             for turn in open_workload(self._load(feature), seed=self._test_seed, time_window=window).turns:
                 row = {"arrival_us": begun_us + turn.arrival_us, "input_tokens": turn.prompt_tokens}
                 row |= {"output_tokens": turn.output_tokens, "prompt_token_ids": prompt_ids(turn.prompt).tolist()}
@@ -396,12 +397,12 @@ def tier_latencies(run: Path, feature: Feature) -> tuple[str, ...]:
     for tier, moves in took_us.items():
         gbs = float(feature.simulate[feature.simulate.index(f"--{tier}-gbs") + 1])
         whole = [one for one in moves if 2 * one[0] >= max(moves)[0]]  # others are of rests of a beginning
-        mean_us, deviation = usual_mean([us for _, us in whole]), float(np.log([us for _, us in whole]).std())
-        beyond_us = mean_us - float(np.mean([pages for pages, _ in whole])) * page_bytes / (gbs * 1e3)
-        options += [f"--{tier}-latency", f"{max(0, round(beyond_us))}us"]
-        if beyond_us > 0.0:
-            share = math.sqrt(math.expm1(deviation**2)) * mean_us / beyond_us
-            options += [f"--{tier}-latency-spread", f"{min(share, SPREAD_MAX):.3f}"]
+        bytes_us = float(np.mean([pages for pages, _ in whole])) * page_bytes / (gbs * 1e3)
+        took_us = [us - bytes_us for _, us in whole]
+        mean_us, median_us = max(float(np.mean(took_us)), 1.0), max(float(np.median(took_us)), 1.0)
+        spread = math.sqrt(max((mean_us / median_us) ** 2 - 1.0, 0.0))  # of a log-normal distribution with these two
+        options += [f"--{tier}-latency", f"{round(mean_us)}us"]
+        options += [f"--{tier}-latency-spread", f"{min(spread, SPREAD_MAX):.3f}"]
     return tuple(options)
 
 
