@@ -58,6 +58,7 @@ from lockstep.sim.results.stored_run import read_run
 from lockstep.sim.scenario.settings import flag_of_setting, unusual_settings
 from lockstep.sim.scenario.tier_options import SPREAD_MAX
 from lockstep.sim.workload.token_runs import prompt_ids
+from lockstep.sim.workload.turns import Turn, WorkloadError
 from lockstep.sim.workload.workload import open_workload
 
 CHAT = "gen:n={n},rate=1,input=lognormal:600:0.4,output=lognormal:40:0.4"
@@ -151,16 +152,23 @@ class Bench:
     def _load(self, feature: Feature) -> str:
         return feature.load.format(n=2 * self._parts * self._seconds)  # more than arrive in all windows
 
-    def _windows(self) -> list[str]:
-        """Return the time windows of the parts of a load."""
-        return [f"{number * self._seconds}..{(number + 1) * self._seconds}" for number in range(self._parts)]
+    def _window(self, number: int) -> str:
+        """Return the time window of a part of a load."""
+        return f"{number * self._seconds}..{(number + 1) * self._seconds}"
+
+    def _requests(self, feature: Feature, number: int, seed: int) -> list[Turn]:
+        """Return the requests of a part of a load; of few seconds it may have none."""
+        try:
+            return list(open_workload(self._load(feature), seed=seed, time_window=self._window(number)).turns)
+        except WorkloadError:  # nothing arrives in the window
+            return []
 
     def _trace(self, feature: Feature) -> Path:
         """Write the requests of a test run with a pause behind each part; return the file."""
         rows = []
-        for number, window in enumerate(self._windows()):
+        for number in range(self._parts):
             begun_us = number * (self._seconds + max(self._seconds, PAUSE_S)) * 1_000_000
-            for turn in open_workload(self._load(feature), seed=self._test_seed, time_window=window).turns:
+            for turn in self._requests(feature, number, self._test_seed):
                 row = {"arrival_us": begun_us + turn.arrival_us, "input_tokens": turn.prompt_tokens}
                 row |= {"output_tokens": turn.output_tokens, "prompt_token_ids": prompt_ids(turn.prompt).tolist()}
                 rows.append(json.dumps(row))
@@ -186,13 +194,15 @@ class Bench:
                 model = ("--model", str(self._experts), "--random-weights", "1") if feature.experts else ()
                 server = serving(*model, *feature.serve, *below, *feature.layout, "--journal", str(journals[name]))
                 urls[name], _ = servers.enter_context(server)
-            for number, window in enumerate(self._windows()):
+            for number in range(self._parts):
                 for name, (feature, seed) in runs.items():
                     client = self.client(journals[name], number)
                     shutil.rmtree(client, ignore_errors=True)
+                    if not self._requests(feature, number, seed):
+                        continue
                     lockstep(
                         "bench", "serve", "--to", urls[name], "--workload", self._load(feature),
-                        "--time-window", window, "--seed", str(seed), "--out", str(client),
+                        "--time-window", self._window(number), "--seed", str(seed), "--out", str(client),
                     )  # fmt: skip
         return journals
 
@@ -203,12 +213,13 @@ class Bench:
 
     def clients(self, journal: Path) -> list[Path]:
         """Return the folders of what the client measured of a run."""
-        return [self.client(journal, number) for number in range(self._parts)]
+        folders = [self.client(journal, number) for number in range(self._parts)]
+        return [folder for folder in folders if folder.exists()]
 
     def calibrate(self, feature: Feature, run: Path, of: Feature, *, with_client: bool = False) -> Path:
-        """Fit a calibration to a run and, if asked, to its client's last requests; return its file."""
+        """Fit a calibration to a run and, if asked, to its part with the most requests; return its file."""
         file = self.at(of, "fit.json")
-        at = ("--client", str(self.clients(run)[-1])) if with_client else ()
+        at = ("--client", str(max(self.clients(run), key=requests_of))) if with_client else ()
         model = ("--model", str(self._experts)) if feature.experts else ()
         lockstep("calibrate", "journal", str(run / feature.journal), *model, *at, "--date", DATE, "--out", str(file))
         return file
@@ -301,6 +312,13 @@ def figures(folders: Sequence[Path], from_request: int) -> dict[str, float]:
         found[f"{metric} mean"] = float(np.nanmean(values))
         found |= {f"{metric} p{share}": float(np.nanpercentile(values, share)) for share in (50, 90)}
     return found
+
+
+def requests_of(folder: Path) -> int:
+    """Return the number of requests of a client's run folder."""
+    requests = read_run(folder).requests
+    assert requests is not None
+    return len(requests["request_id"])
 
 
 def show(feature: Feature, measured: Sequence[Path], simulated: Path) -> None:
