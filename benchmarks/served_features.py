@@ -217,9 +217,9 @@ class Bench:
         return [folder for folder in folders if folder.exists()]
 
     def calibrate(self, feature: Feature, run: Path, of: Feature, *, with_client: bool = False) -> Path:
-        """Fit a calibration to a run and, if asked, to its part with the most requests; return its file."""
+        """Fit a calibration to a run and, if asked, to what its clients measured; return its file."""
         file = self.at(of, "fit.json")
-        at = ("--client", str(max(self.clients(run), key=requests_of))) if with_client else ()
+        at = [word for folder in self.clients(run) if with_client for word in ("--client", str(folder))]
         model = ("--model", str(self._experts)) if feature.experts else ()
         lockstep("calibrate", "journal", str(run / feature.journal), *model, *at, "--date", DATE, "--out", str(file))
         return file
@@ -312,13 +312,6 @@ def figures(folders: Sequence[Path], from_request: int) -> dict[str, float]:
         found[f"{metric} mean"] = float(np.nanmean(values))
         found |= {f"{metric} p{share}": float(np.nanpercentile(values, share)) for share in (50, 90)}
     return found
-
-
-def requests_of(folder: Path) -> int:
-    """Return the number of requests of a client's run folder."""
-    requests = read_run(folder).requests
-    assert requests is not None
-    return len(requests["request_id"])
 
 
 def show(feature: Feature, measured: Sequence[Path], simulated: Path) -> None:

@@ -68,6 +68,7 @@ def client_of(
     return ClientRun(
         {
             "request_id": rows,
+            "client": np.zeros(len(rows), np.int64),
             "arrival_us": turns.arrival_us[rows] + clock_us,
             "prompt_tokens": turns.prompt_tokens[rows],
             "output_tokens": turns.output_tokens[rows],
@@ -130,6 +131,18 @@ def test_the_front_end_of_an_idle_engine_does_not_depend_on_predictions(tmp_path
     fast = msgspec.structs.replace(UNCALIBRATED, engine="lockstep", correction=Correction(kernels=0.5))
     twin = Twin.of(run, client_of(tmp_path, 4_000.0, workload=calm), fast.cost_model(cost), LANE)
     assert twin.frontend_us == pytest.approx(4_000.0, abs=1.0)
+
+
+def test_clients_that_ran_one_after_another_have_a_clock_each(tmp_path: Path) -> None:
+    served(tmp_path)
+    run, whole = EngineRun.read(tmp_path), client_of(tmp_path, 4_000.0)
+    second = np.arange(whole.count) >= whole.count // 2
+    clocks_us = np.where(second, -3_000_000, 77)
+    parts = ClientRun({**whole.columns, "client": 1 * second, "arrival_us": whole.columns["arrival_us"] + clocks_us})
+    cost = roofline_model(load_model(MODEL), load_gpu(GPU))
+    one, two = (Twin.of(run, client, cost, LANE) for client in (whole, parts))
+    assert two.frontend_us == one.frontend_us
+    assert two.table() == one.table()
 
 
 def test_the_requests_of_the_engine_alone_count_from_when_they_came(tmp_path: Path) -> None:

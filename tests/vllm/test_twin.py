@@ -10,10 +10,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from lockstep.core.journal.reader import read_journal
+from lockstep.sim.calibrate.engine_run import read_clients
 from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cli.compare import compare
 from lockstep.sim.cli.simulate import simulate
@@ -73,6 +75,13 @@ def test_a_simulation_of_the_same_requests_is_near_what_the_client_measured(cali
     for figure, share in within.items():
         found, real = simulated.summary("latency", figure), measured.summary("latency", figure)
         assert found == pytest.approx(real, rel=share), figure
+
+
+def test_several_folders_of_clients_are_read_as_one_run() -> None:
+    once, twice = read_clients([CLIENT]), read_clients([CLIENT, CLIENT])
+    assert twice.count == 2 * once.count
+    assert np.unique(twice.columns["client"]).tolist() == [0, 1]
+    assert len(np.unique(twice.columns["request_id"])) == twice.count
 
 
 def test_the_journal_is_the_workload_that_the_client_sent() -> None:

@@ -2,7 +2,7 @@
 
     run = EngineRun.read(Path("runs/vllm"))          # a journal of the core, or a recording of another scheduler
     lane = run.lane()                                # CpuModel, from the gaps between a result and the next launch
-    client = read_client(Path("runs/client"))        # of `lockstep bench serve --out`
+    client = read_clients([Path("runs/client")])     # of `lockstep bench serve --out`
     twin = Twin.of(run, client, cost, lane)          # the client's requests, simulated
     twin.frontend_us                                 # measured at the client, and not part of the engine
 
@@ -248,7 +248,12 @@ class GapFold:
 
 @dataclass(frozen=True, eq=False)
 class ClientRun:
-    """Requests as their client measured them, in order of arrival; int64 [requests] each."""
+    """Requests as their clients measured them, in the order of clients and of arrival.
+
+    Args:
+        columns: values of requests, int64 [requests] each; `request_id` counts on over the clients, and `client` is the
+            number of the client. Each client has a clock of its own.
+    """
 
     columns: Mapping[str, Any]
 
@@ -262,11 +267,24 @@ class ClientRun:
         return np.where(found >= 0.0, found, np.nan)
 
 
-def read_client(folder: Path) -> ClientRun:
-    """Read the completed requests of a run folder of `lockstep bench serve`.
+def read_clients(folders: Sequence[Path]) -> ClientRun:
+    """Read the completed requests of run folders of `lockstep bench serve`, which ran one after another.
 
-    Raises: CalibrationError if it is none; ConfigError if it cannot be read.
+    Args:
+        folders: at least one.
+    Raises: CalibrationError if one is none; ConfigError if it cannot be read.
     """
+    before, parts = 0, []
+    for number, folder in enumerate(folders):
+        columns, asked = _client_columns(folder)
+        columns["request_id"] = columns["request_id"] + before
+        parts.append({**columns, "client": np.full(len(columns["request_id"]), number)})
+        before += asked
+    return ClientRun({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+
+def _client_columns(folder: Path) -> tuple[dict[str, Any], int]:
+    """Return the columns of the completed requests of a folder, and the number of all its requests."""
     run = read_run(folder)
     if not run.is_measured or run.requests is None:
         raise CalibrationError(
@@ -277,7 +295,7 @@ def read_client(folder: Path) -> ClientRun:
     done = np.isin(requests["finish_reason"], ("length", "stop")) & (requests["ttft_us"] >= 0)
     order = np.flatnonzero(done)[np.argsort(requests["arrival_us"][done], kind="stable")]
     names = ("request_id", "arrival_us", "prompt_tokens", "output_tokens", "ttft_us", "tpot_us", "e2e_us")
-    return ClientRun({name: np.asarray(requests[name])[order] for name in names})
+    return {name: np.asarray(requests[name])[order] for name in names}, len(done)
 
 
 def paired(turns: Turns, client: ClientRun) -> Int64s:
@@ -317,11 +335,11 @@ class Twin:
 
     @classmethod
     def of(cls, run: EngineRun, client: ClientRun, cost: CostModel, cpu: CpuModel) -> Twin:
-        """Simulate the requests of a run at the times at which a client sent them.
+        """Simulate the requests of a run at the times at which clients sent them.
 
         Args:
             cost, cpu: fitted to the run's batches and gaps.
-        Raises: CalibrationError if the client's requests are not those of the run, or it cannot be simulated.
+        Raises: CalibrationError if the clients' requests are not those of the run, or it cannot be simulated.
         """
         if run.not_simulated:
             raise CalibrationError(
@@ -336,11 +354,13 @@ class Twin:
                 f"`--client` has {client.count:,} requests, and {int(known.sum()):,} of them have the lengths of "
                 f"requests in {run.folder}\nhint: give the client that sent the requests of this run"
             )
-        sent_us = client.columns["arrival_us"][known].astype(np.float64)
-        clock_us = float(np.median(turns.arrival_us[rows[known]] - sent_us))
-        # Requests that the client's table lacks, those of its warm-up, keep the engine's times.
-        arrival_us = np.asarray(turns.arrival_us - clock_us, dtype=np.float64)
-        arrival_us[rows[known]] = sent_us
+        sent_us, of_client = client.columns["arrival_us"].astype(np.float64), client.columns["client"]
+        # Requests that no client's table has, those of a warm-up, keep the engine's times.
+        arrival_us = turns.arrival_us.astype(np.float64)
+        for number in np.unique(of_client[known]):
+            own = known & (of_client == number)
+            clock_us = float(np.median(turns.arrival_us[rows[own]] - sent_us[own]))
+            arrival_us[rows[own]] = sent_us[own] + clock_us
         answers = simulated_answers(_at(turns, arrival_us), run.config, cost, cpu)
         labels = turns.labels(rows[known])
         measured = {metric: client.values(metric)[known] for metric in METRICS}

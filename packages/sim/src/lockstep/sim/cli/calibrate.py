@@ -63,12 +63,13 @@ class JournalFit(StoredTypes):
     """Options of `calibrate journal` about the run, for values that it does not state, or states wrongly."""
 
     client: Annotated[
-        Path | None,
+        tuple[Path, ...],
         Option(
-            "the run folder of `lockstep bench serve` that sent the requests: fits what lies between client and engine",
+            "the run folder of `lockstep bench serve` that sent the requests: fits what lies between client and "
+            "engine; may be repeated, for clients that ran one after another",
             metavar="DIR",
         ),
-    ] = None
+    ] = ()
     model: Annotated[str | None, Option("what ran", default=OF_RUN)] = None
     gpu: Annotated[str | None, Option("where it ran", default=OF_RUN)] = None
     tp: Annotated[int | None, Option("on so many GPUs", default=OF_RUN)] = None
@@ -169,7 +170,7 @@ def journal(run: Path, **options: Any) -> None:
             with_client,
             with_lane,
         )
-        from lockstep.sim.calibrate.engine_run import EngineRun, Twin, read_client
+        from lockstep.sim.calibrate.engine_run import EngineRun, Twin, read_clients
         from lockstep.sim.calibrate.measured_run import described_batches, described_run, fit_base
         from lockstep.sim.cost import CalibrationError, CpuModel
         from lockstep.sim.cost.calibration import CalibrationSource
@@ -179,8 +180,8 @@ def journal(run: Path, **options: Any) -> None:
 
         date = target.check()
         if run.is_file():
-            if given.client is not None:
-                raise CalibrationError(f"`--client` {given.client}: a file of batch times has no requests to compare")
+            if given.client:
+                raise CalibrationError(f"`--client` {given.client[0]}: a file of batch times has no requests to compare")
             times, recorded = read_batch_times(run), None
             about = described_batches(times)
         else:
@@ -212,15 +213,15 @@ def journal(run: Path, **options: Any) -> None:
         if recorded is not None:
             found = with_lane(found, recorded.lane())
             cost, cpu = found.cost_model(base), found.cpu_model(CpuModel())
-            if given.client is not None:
-                twin = Twin.of(recorded, read_client(given.client), cost, cpu)
+            if given.client:
+                twin = Twin.of(recorded, read_clients(given.client), cost, cpu)
                 found = with_client(found, twin)
             elif not recorded.not_simulated:
                 twin = Twin.of_engine(recorded, cost, cpu)
         write(found, target.out)
         _print_held_out(held)
         if twin is not None:
-            _print_twin(twin, "the engine" if given.client is None else "the client")
+            _print_twin(twin, "the client" if given.client else "the engine")
         if recorded is not None and recorded.not_simulated:
             click.echo(f"its requests are not simulated for a comparison: {recorded.not_simulated}")
         elif recorded is not None:
