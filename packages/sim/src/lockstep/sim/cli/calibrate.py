@@ -181,7 +181,8 @@ def journal(run: Path, **options: Any) -> None:
         date = target.check()
         if run.is_file():
             if given.client:
-                raise CalibrationError(f"`--client` {given.client[0]}: a file of batch times has no requests to compare")
+                first = given.client[0]
+                raise CalibrationError(f"`--client` {first}: a file of batch times has no requests to compare")
             times, recorded = read_batch_times(run), None
             about = described_batches(times)
         else:

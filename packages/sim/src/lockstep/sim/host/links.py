@@ -28,13 +28,18 @@ class Link:
         self.busy_us = 0.0
         self.transfers = 0
 
+    @property
+    def latency_us(self) -> float:
+        """Mean latency of a transfer."""
+        return self._latency.mean_us
+
     def send(self, now_us: int, size: int) -> int:
         """Begin a transfer of `size` bytes after all transfers begun before. Return its end in whole microseconds."""
         took_us = size / self.bytes_per_us
         self.free_us = max(self.free_us, float(now_us)) + took_us
         self.bytes += size
         self.busy_us += took_us
-        latency_us = self._latency.mean_us * drawn_factor(self._latency, self._key, self.transfers)
+        latency_us = self.latency_us * drawn_factor(self._latency, self._key, self.transfers)
         self.transfers += 1
         return max(now_us + 1, round(self.free_us + latency_us))
 
