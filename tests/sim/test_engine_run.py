@@ -172,6 +172,15 @@ def test_a_client_of_another_run_is_refused(tmp_path: Path) -> None:
         Twin.of(run, other, roofline_model(load_model(MODEL), load_gpu(GPU)), LANE)
 
 
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_client_with_too_few_completed_requests_is_refused(left: int, tmp_path: Path) -> None:
+    served(tmp_path)
+    whole = client_of(tmp_path, 0.0)
+    few = ClientRun({name: column[:left] for name, column in whole.columns.items()})
+    with pytest.raises(CalibrationError, match=f"`--client` has {left} completed requests, the front end needs 3"):
+        Twin.of(EngineRun.read(tmp_path), few, roofline_model(load_model(MODEL), load_gpu(GPU)), LANE)
+
+
 # ------------------------------------------------------------------------------------------------------- recordings
 
 

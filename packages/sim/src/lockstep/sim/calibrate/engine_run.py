@@ -43,6 +43,7 @@ from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.recording import RecordingHeader, has_recording
 from lockstep.sim.cost import CalibrationError, CostModel, CpuModel
+from lockstep.sim.cost.calibration import RATIOS_MIN
 from lockstep.sim.cost.fit import nonnegative_least_squares
 from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.engine_host import EngineHost
@@ -339,12 +340,18 @@ class Twin:
 
         Args:
             cost, cpu: fitted to the run's batches and gaps.
-        Raises: CalibrationError if the clients' requests are not those of the run, or it cannot be simulated.
+        Raises: CalibrationError if the clients' requests are too few or not those of the run, or it cannot be
+            simulated.
         """
         if run.not_simulated:
             raise CalibrationError(
                 f"the front end cannot be fitted, because {run.folder} cannot be simulated: {run.not_simulated}\n"
                 "hint: leave out --client"
+            )
+        if client.count < RATIOS_MIN:
+            raise CalibrationError(
+                f"`--client` has {client.count} completed requests, the front end needs {RATIOS_MIN}\n"
+                "hint: send more requests with `lockstep bench serve`, or leave out --client"
             )
         turns = run.turns
         rows = paired(turns, client)

@@ -42,6 +42,7 @@ VERSION = 1
 COVERAGE = 0.9  # default coverage of an interval: from the 5th to the 95th percentile
 PROBABILITIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
 LOWER_BOUND = "none: kernels without an engine, a lower bound"  # title without an engine and without a calibration
+RATIOS_MIN = 3  # measured / predicted, from which quantiles are taken
 KERNELS_MIN = 0.01  # least weight of kernels: more work must take longer
 FEATURES = ("kernels", "collectives", "step_us", "row_us", "collective_us")
 """The parts of a batch's time that a correction has weights for, in the order of a row of `batch_features`."""
@@ -201,10 +202,10 @@ class Residuals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         The i-th of n sorted ratios has probability i / (n + 1). Beyond the outermost ratios the logarithm is
         extrapolated as a normal distribution with the standard deviation of the logarithms, so that few points do not
         give narrow intervals.
-        Raises: CalibrationError if there are fewer than three ratios.
+        Raises: CalibrationError if there are fewer than RATIOS_MIN ratios.
         """
-        if len(ratios) < 3:
-            raise CalibrationError(f"residuals of {metric} need at least 3 predictions, got {len(ratios)}")
+        if len(ratios) < RATIOS_MIN:
+            raise CalibrationError(f"residuals of {metric} need at least {RATIOS_MIN} predictions, got {len(ratios)}")
         logs = np.sort(np.log(np.asarray(ratios, np.float64)))
         n = len(logs)
         normal = NormalDist()

@@ -18,7 +18,7 @@ from lockstep.host.tier_options import cache_tiers, check_values
 STORAGE_KEYS = (
     "storage_gbs", "storage_latency_us", "storage_latency_spread", "prefetch_policy", "prefetch_tokens_min"
 )  # fmt: skip
-SPREAD_MAX = 10.0  # of latencies: a transfer in a thousand then takes over 100 times the mean
+SPREAD_MAX = 10.0  # of latencies: a transfer in a thousand then takes over 70 times the mean
 LINK_LATENCY_US = 10  # estimate: time to begin a copy between a GPU and the host
 
 
