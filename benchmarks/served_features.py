@@ -14,6 +14,9 @@ calibration of one engine, the CPU time around their own batches, and the time o
 request take longer than on one engine. The time between the client and the engine is that of the plain engine in all
 of them.
 
+A simulation draws the durations of batches, loads and prefetches, so it is repeated (`--draws`). The simulated figure
+is the mean of all repetitions; the lowest and the highest one are printed behind it.
+
 The speed of a machine that others use, too, changes by the minute. So the servers of the fit and of the feature are
 there together and get parts of their requests in turn; one of them is idle while the other one answers. The requests of
 the simulation have the same pauses between parts.
@@ -138,11 +141,13 @@ class Bench:
         seconds: of each part of a load; one request a second arrives.
         parts: of each load.
         seed: of the requests of fits; those of features have the next one.
+        draws: simulations of each run, the first with the seed of its requests, each other one with the next seed.
         experts: folder of the model with experts.
     """
 
-    def __init__(self, folder: Path, seconds: int, parts: int, seed: int, experts: Path) -> None:
+    def __init__(self, folder: Path, seconds: int, parts: int, seed: int, draws: int, experts: Path) -> None:
         self._folder, self._seconds, self._parts, self._experts = folder, seconds, parts, experts
+        self._draws = draws
         self._fit_seed, self._test_seed = seed, seed + 1
 
     def at(self, feature: Feature, part: str) -> Path:
@@ -224,19 +229,21 @@ class Bench:
         lockstep("calibrate", "journal", str(run / feature.journal), *model, *at, "--date", DATE, "--out", str(file))
         return file
 
-    def simulate(self, feature: Feature, run: Path, costs: Costs) -> Path:
-        """Simulate the requests of a test run; return the run folder."""
-        folder = self.at(feature, "simulated")
-        shutil.rmtree(folder, ignore_errors=True)
+    def simulate(self, feature: Feature, run: Path, costs: Costs) -> list[Path]:
+        """Simulate the requests of a test run with several draws of durations; return the run folders."""
         config = EngineRun.read(run / feature.journal).config
         model = str(self._experts) if feature.experts else "demo"
-        lockstep(
-            "simulate", "--model", model, "--gpu", str(costs.device),
-            "--workload", str(self._trace(feature)), "--seed", str(self._test_seed),
-            "--calibration", str(costs.calibration), *feature.layout, *feature.simulate, *costs.options,
-            *settings_of(config, feature), "--out", str(folder),
-        )  # fmt: skip
-        return folder
+        trace = self._trace(feature)
+        folders = [self.at(feature, f"simulated-{number}") for number in range(self._draws)]
+        for number, folder in enumerate(folders):
+            shutil.rmtree(folder, ignore_errors=True)
+            lockstep(
+                "simulate", "--model", model, "--gpu", str(costs.device),
+                "--workload", str(trace), "--seed", str(self._test_seed + number),
+                "--calibration", str(costs.calibration), *feature.layout, *feature.simulate, *costs.options,
+                *settings_of(config, feature), "--out", str(folder),
+            )  # fmt: skip
+        return folders
 
     def compare(self, feature: Feature, plain: Feature) -> None:
         """Serve and simulate a feature, and print the figures of both."""
@@ -314,13 +321,16 @@ def figures(folders: Sequence[Path], from_request: int) -> dict[str, float]:
     return found
 
 
-def show(feature: Feature, measured: Sequence[Path], simulated: Path) -> None:
-    """Print a row for each figure: measured, simulated, and how far they are apart."""
-    took, expected = figures(measured, feature.from_request), figures([simulated], feature.from_request)
+def show(feature: Feature, measured: Sequence[Path], simulated: Sequence[Path]) -> None:
+    """Print a row for each figure: measured, mean of the simulations, how far they are apart, and the range."""
+    took = figures(measured, feature.from_request)
+    drawn = [figures([folder], feature.from_request) for folder in simulated]
     for figure, ms in took.items():
-        foreseen = expected[figure]
+        values = [one[figure] for one in drawn]
+        expected = sum(values) / len(values)
         print(
-            f"{feature.name:28}{figure:10}{ms:9.2f} ms measured {foreseen:9.2f} ms simulated  {foreseen / ms - 1:+.0%}",
+            f"{feature.name:28}{figure:10}{ms:9.2f} ms measured {expected:9.2f} ms simulated  {expected / ms - 1:+.0%}"
+            f"  ({min(values) / ms - 1:+.0%} to {max(values) / ms - 1:+.0%})",
             flush=True,
         )
 
@@ -457,19 +467,21 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=7, help="of the requests of fits; those of features have the next one"
     )
+    parser.add_argument("--draws", type=int, default=8, help="simulations of each feature")
     parser.add_argument("--features", help="some of them, by name, separated by semicolons")
     parser.add_argument("--host-gbs", type=float, default=6.4, help="of benchmarks/cache_tiers.py")
     parser.add_argument("--storage-gbs", type=float, default=3.5, help="of benchmarks/cache_tiers.py")
     parser.add_argument("--link-gbs", type=float, default=1.7, help="half of what benchmarks/handover.py has for shm")
     given = parser.parse_args()
-    if min(given.seconds, given.parts) < 1:
-        parser.error(f"--seconds and --parts must be at least 1, got {given.seconds} and {given.parts}")
+    if min(given.seconds, given.parts, given.draws) < 1:
+        had = f"{given.seconds}, {given.parts} and {given.draws}"
+        parser.error(f"--seconds, --parts and --draws must be at least 1, got {had}")
     out: Path = given.out
     known = features(given.host_gbs, given.storage_gbs, given.link_gbs)
     wanted = given.features.split(";") if given.features else [feature.name for feature in known]
     if unknown := set(wanted) - {feature.name for feature in known}:
         parser.error(f"--features has {', '.join(sorted(unknown))}; known are {', '.join(one.name for one in known)}")
-    bench = Bench(out, given.seconds, given.parts, given.seed, write_experts_model(out / "experts"))
+    bench = Bench(out, given.seconds, given.parts, given.seed, given.draws, write_experts_model(out / "experts"))
     plain = known[0]
     for feature in known:
         has_front_end = bench.at(plain, "fit.json").exists()
