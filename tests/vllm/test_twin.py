@@ -60,21 +60,24 @@ def test_the_calibration_has_batches_lane_and_front_end(calibration: Path) -> No
     assert {(one.metric, one.population) for one in found.residuals} >= {("time", "seen"), ("ttft", "seen")}
 
 
-def test_a_simulation_of_the_same_requests_is_near_what_the_client_measured(calibration: Path, tmp_path: Path) -> None:
+def test_simulations_of_the_same_requests_are_near_what_the_client_measured(calibration: Path, tmp_path: Path) -> None:
     config = read_journal(ENGINE).header.config
     words = [
         "--model", "demo", "--gpu", "cpu", "--calibration", calibration, "--workload", ENGINE, "--profile", "vllm",
         "--page-size", config.page_size, "--pages", config.pages, "--context-tokens-max", config.context_tokens_max,
         "--max-running-requests", config.max_running_requests, "--max-prefill-tokens", config.max_prefill_tokens,
-        "--overlap-depth", config.overlap_depth, "--no-intervals", "--out", tmp_path / "run",
+        "--overlap-depth", config.overlap_depth, "--no-intervals",
     ]  # fmt: skip
-    run(simulate, *words)
-    simulated, measured = read_run(tmp_path / "run"), read_run(CLIENT)
+    simulated = []
+    for seed in range(8):
+        run(simulate, *words, "--seed", seed, "--out", tmp_path / f"run-{seed}")
+        simulated.append(read_run(tmp_path / f"run-{seed}"))
+    measured = read_run(CLIENT)
     # Durations are drawn, and there are 65 batches with prompts, of which some took up to 2.6 times their mean.
-    within = {"e2e_us_mean": 0.2, "tpot_us_p50": 0.1, "ttft_us_mean": 0.15, "ttft_us_p90": 0.2, "ttft_us_p50": 0.25}
+    within = {"e2e_us_mean": 0.15, "tpot_us_p50": 0.1, "ttft_us_mean": 0.1, "ttft_us_p90": 0.25, "ttft_us_p50": 0.2}
     for figure, share in within.items():
-        found, real = simulated.summary("latency", figure), measured.summary("latency", figure)
-        assert found == pytest.approx(real, rel=share), figure
+        found = np.mean([one.summary("latency", figure) for one in simulated])
+        assert found == pytest.approx(measured.summary("latency", figure), rel=share), figure
 
 
 def test_several_folders_of_clients_are_read_as_one_run() -> None:
