@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 
-from lockstep.core.contract.commands import LaunchBatch, StartTransfer  # noqa: E402
+from lockstep.core.contract.commands import LaunchBatch, ProposeBatch, StartTransfer  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import RequestRetracted  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
@@ -99,6 +99,41 @@ def test_requests_on_ranks_equal_one_engine(name: str, folders: dict[str, Path],
     )
     assert modes["idle"] > 0
     assert paddings == ({"sum_length"} if "speculative_method" in sched else {"max_length", "sum_length"})
+
+
+def test_a_request_ends_between_proposal_and_agreement(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is cancelled after the batch with its first row was proposed, and before that batch is launched."""
+    folder, asked = folders["qwen3"], REQUESTS[:12]
+    with LLM(folder, **CPU, **OF_ENGINE) as single:
+        expected = single.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    cancelled: list[int] = []
+    with ranks_of(folder, 2, tmp_path, {}, {"overlap_depth": 1}) as llms:
+        host = llms[0].host
+        agreement, rounds = host._agreement, host.engine.ranks
+        assert agreement is not None
+        assert rounds is not None
+        propose = agreement.propose
+
+        def cancel_and_propose(command: ProposeBatch) -> None:
+            if rounds.held is not None and len(cancelled) < 2:
+                ids = [taken.request_id for taken in rounds.held.plan.rows_taken if taken.request_id not in cancelled]
+                for request_id in ids[:1]:
+                    cancelled.append(request_id)
+                    host.cancel(request_id)  # received before what the other rank answers
+            propose(command)
+
+        monkeypatch.setattr(agreement, "propose", cancel_and_propose)
+        pending = [llms[number % 2].ask(*one) for number, one in enumerate(asked)]
+        found = [llms[number % 2].wait(one) for number, one in enumerate(pending)]
+    assert len(cancelled) == 2
+    assert [one.finish_reason for one in found].count("cancelled") == 2
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours.finish_reason == "cancelled":
+            assert ours.token_ids == []
+        else:
+            assert (ours.finish_reason, ours.token_ids) == (theirs.finish_reason, theirs.token_ids)
 
 
 @pytest.mark.parametrize(("prefills", "decodes"), [(2, 1), (1, 2), (2, 2)])

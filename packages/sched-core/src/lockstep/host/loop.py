@@ -96,6 +96,7 @@ from lockstep.host.adapters import AdaptersLog, KnownAdapters
 from lockstep.host.batches import (
     BatchExecutor,
     BatchResult,
+    ContextOf,
     Float32s,
     Int32s,
     RowContext,
@@ -228,6 +229,7 @@ class RuntimeHost:
         self.handover = device.handover
         self._encoder = device.encoder
         self._agreement = device.agreement
+        self._proposed: tuple[int, dict[RequestId, RowContext]] = (-1, {})  # the last batch proposed, and its contexts
         self._experts, self._expert_mover = ExpertMeasuring(device.experts), device.expert_mover
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
@@ -779,8 +781,9 @@ class RuntimeHost:
             case LaunchBatch(plan, sample):
                 self.batches += 1
                 with NOT_PROFILED if self._profiler is None else self._profiler.batch(plan):
-                    self.executor.launch(plan, deferred=sample == "deferred", contexts=self._context)
+                    self.executor.launch(plan, deferred=sample == "deferred", contexts=self._contexts_of(plan))
             case ProposeBatch() if self._agreement is not None:
+                self._keep_contexts()
                 self._agreement.propose(command)
             case SampleBatch(batch_id, advance):
                 self.executor.sample(batch_id, advance)
@@ -910,6 +913,17 @@ class RuntimeHost:
         """Return the context of a request that takes a row, for the executor."""
         opened = self._open.get(taken.request_id)  # None after its sink has failed or the host has ended
         return row_context(self.engine.requests[taken.request_id], "generate" if opened is None else opened.event.kind)
+
+    def _keep_contexts(self) -> None:
+        """Keep the contexts of a proposed batch: its requests may end before the other ranks have proposed."""
+        batch = None if self.engine.ranks is None else self.engine.ranks.held
+        if batch is not None and batch.plan.batch_id != self._proposed[0]:
+            self._proposed = batch.plan.batch_id, {one.request_id: self._context(one) for one in batch.plan.rows_taken}
+
+    def _contexts_of(self, plan: BatchPlan) -> ContextOf:
+        """Return how the executor finds the contexts of the requests that take rows in a plan."""
+        proposed, kept = self._proposed
+        return (lambda taken: kept[taken.request_id]) if plan.batch_id == proposed else self._context
 
     def _taken_out(self, request_id: RequestId, *, ended: bool = True) -> _OpenRequest | None:
         """Remove an open request. From then on only the caller may call its sink.
