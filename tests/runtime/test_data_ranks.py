@@ -101,11 +101,14 @@ def test_requests_on_ranks_equal_one_engine(name: str, folders: dict[str, Path],
     assert paddings == ({"sum_length"} if "speculative_method" in sched else {"max_length", "sum_length"})
 
 
+@pytest.mark.parametrize("prompts", ["tokens", "given embeddings"])
 def test_a_request_ends_between_proposal_and_agreement(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prompts: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request is cancelled after the batch with its first row was proposed, and before that batch is launched."""
-    folder, asked = folders["qwen3"], REQUESTS[:12]
+    folder, asked, rng = folders["qwen3"], [*REQUESTS[:12]], np.random.default_rng(8)
+    if prompts == "given embeddings":
+        asked = [(rng.standard_normal((len(ids), DENSE["hidden_size"])), params) for ids, params in asked]
     with LLM(folder, **CPU, **OF_ENGINE) as single:
         expected = single.generate([prompt for prompt, _ in asked], [params for _, params in asked])
     cancelled: list[int] = []

@@ -235,6 +235,7 @@ class RuntimeHost:
         self._nothing_new = False  # since the last LaneReady that launched nothing
         self._to_encode: list[EncodeMedia] = []  # ordered, and given to the encoder before anything is launched
         self._sinkless: dict[RequestId, tuple[PromptSpan, ...]] = {}  # media of requests whose sink has failed
+        self._unread: dict[RequestId, tuple[PromptSpan, ...]] = {}  # media of ended requests, to be released
         self._offered, self._tried = -1, 0  # the last offered microbatch; microbatches offered in vain since an event
         self._stop = threading.Event()
 
@@ -782,6 +783,7 @@ class RuntimeHost:
                 self.batches += 1
                 with NOT_PROFILED if self._profiler is None else self._profiler.batch(plan):
                     self.executor.launch(plan, deferred=sample == "deferred", contexts=self._contexts_of(plan))
+                self._release_media()
             case ProposeBatch() if self._agreement is not None:
                 self._keep_contexts()
                 self._agreement.propose(command)
@@ -936,10 +938,20 @@ class RuntimeHost:
             return opened
         spans = self._sinkless.pop(request_id, ()) if opened is None else opened.event.spans
         if spans and ended:
-            self._encoder.release(request_id, spans)
+            self._unread[request_id] = spans
+            self._release_media()
         elif spans:
             self._sinkless[request_id] = spans
         return opened
+
+    def _release_media(self) -> None:
+        """Release the media of ended requests. A proposed batch may still read them, until its launch."""
+        ranks = self.engine.ranks
+        if self._encoder is None or not self._unread or (ranks is not None and ranks.held is not None):
+            return
+        for request_id, spans in self._unread.items():
+            self._encoder.release(request_id, spans)
+        self._unread.clear()
 
     def _stream(self, command: StreamTokens) -> None:
         """Send tokens to their sinks. A decode sends to every request, which takes most of the loop's time."""
