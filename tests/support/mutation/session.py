@@ -1,7 +1,7 @@
 """Runs mutants under tests that were collected once: each mutant in a fork of the process that collected them.
 
 `Measuring` records which test runs which line, and how long it takes. `Mutating` forks for each mutant; the child puts
-it into effect and runs the tests of its lines, the quickest first, until one fails. A child that uses much more
+it into effect and runs the tests of its lines, in the order of `Tests.of`, until one fails. A child that uses much more
 processor time than its tests need, or that waits without end, is stopped: its mutant is found too.
 """
 
@@ -25,7 +25,7 @@ from typing import Literal
 import coverage
 import pytest
 from _pytest.runner import runtestprotocol
-from coverage.numbits import num_in_numbits
+from coverage.numbits import num_in_numbits, numbits_to_nums
 
 from tests.support.mutation.live import LiveFunctions, NoFunctionError
 from tests.support.mutation.operators import Mutant
@@ -49,22 +49,33 @@ class Tests:
         """Read what `Measuring` wrote to a folder, the lines of a file when they are asked for."""
         self.seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
         self._database = sqlite3.connect(folder / "coverage")
-        self._lines: dict[Path, list[tuple[str, bytes]]] = {}  # by file: tests, with their lines as bits
+        self._lines: dict[Path, list[tuple[str, bytes, float]]] = {}  # by file: tests, their lines as bits, their costs
         self._digests: dict[str, str] = json.loads((folder / "sources.json").read_text())
 
-    def of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that run a line of the changed place, the quickest first."""
+    def of(self, mutant: Mutant) -> dict[str, float]:
+        """Return the tests that run a line of the changed place, with their costs, the best first.
+
+        The cost of a test is its seconds divided by the square of the number of lines of the file that it runs: a test
+        that runs a constructor and nothing else of the file notices few mutants of the constructor.
+        """
         if mutant.path not in self._lines:
             if self._digests.get(str(mutant.path)) not in (None, _digest(mutant.path)):
                 raise ChangedError(f"{mutant.module} has changed since its lines were measured; run with --measure")
             found = self._database.execute(LINES_OF_FILE, (str(mutant.path),)).fetchall()
             self._lines[mutant.path] = [
-                (name, bits) for name, bits in found if self.seconds.get(name, inf) <= TEST_S_MAX
+                (name, bits, self.seconds[name] / len(numbits_to_nums(bits)) ** 2)
+                for name, bits in found
+                if self.seconds.get(name, inf) <= TEST_S_MAX
             ]
         first, last = mutant.lines
         lines = range(first, last + 1)
-        names = [name for name, bits in self._lines[mutant.path] if any(num_in_numbits(line, bits) for line in lines)]
-        return sorted(names, key=lambda name: (self.seconds[name], name))
+        found = [(cost, name) for name, bits, cost in self._lines[mutant.path] if any_in(lines, bits)]
+        return {name: cost for cost, name in sorted(found)}
+
+
+def any_in(lines: Iterable[int], bits: bytes) -> bool:
+    """Return whether coverage's bits have one of these lines."""
+    return any(num_in_numbits(line, bits) for line in lines)
 
 
 class ChangedError(Exception):
@@ -169,24 +180,24 @@ class Mutating(Repeatable):
         functions = LiveFunctions({mutant.path for mutant in self._mutants})
         running: dict[int, _Child] = {}
         for mutant in self._mutants:
-            names = [name for name in self._tests.of(mutant) if name in items]
-            if not names:
+            costs = {name: cost for name, cost in self._tests.of(mutant).items() if name in items}
+            if not costs:
                 self._report(mutant, "uncovered", "", 0.0)
                 continue
             while len(running) >= self._jobs:
                 self._collect(running)
-            chosen = self._chosen(names)
+            chosen = self._chosen(costs)
             pid, child = self._fork(mutant, [items[name] for name in chosen], functions)
             running[pid] = child
         while running:
             self._collect(running)
         return True
 
-    def _chosen(self, names: list[str]) -> list[str]:
-        """Return the tests that the budget has room for: those that have found mutants first, then the quickest."""
+    def _chosen(self, costs: dict[str, float]) -> list[str]:
+        """Return the tests that the budget has room for, the best first. A mutant found counts as half the cost."""
         seconds, left_s = self._tests.seconds, self._budget_s
         chosen: list[str] = []
-        for name in sorted(names, key=lambda name: seconds[name] / (1 + self._kills.get(name, 0))):
+        for name in sorted(costs, key=lambda name: costs[name] / (1 + self._kills.get(name, 0))):
             if left_s < 0 and chosen:
                 break
             left_s -= seconds[name]
