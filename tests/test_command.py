@@ -218,6 +218,14 @@ class TestListing:
         assert rows["broken"][-1] == "ls-beta"
         assert "run it to see why" in " ".join(rows["absent"])
 
+    @pytest.mark.usefixtures("packages")
+    def test_help_has_its_summaries_in_one_column(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert command.main(["help"]) == 0
+        lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+        texts = {"greet": "Say hello.", "click-interrupted": "Press Ctrl-C.", "argument": "Given as an argument."}
+        assert len({lines[name].index(text) for name, text in texts.items()}) == 1
+        assert lines["greet"].index("ls-alpha") == lines["rate"].index("ls-beta")
+
     def test_help_imports_no_command_and_no_library(self, packages: Path) -> None:
         for entry_points in packages.glob("*.dist-info/entry_points.txt"):
             lines = entry_points.read_text().splitlines()

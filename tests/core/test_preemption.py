@@ -87,6 +87,28 @@ def test_freed_memory_equals_the_projection(overlap_depth: int, radix_cache: boo
     assert looked > 10
 
 
+@pytest.mark.parametrize(("overlap_depth", "steps"), [(0, 1), (0, 3), (1, 1), (1, 4), (2, 2)])
+def test_members_that_stay_are_projected_where_they_are_once_batches_in_flight_are_delivered(
+    overlap_depth: int, steps: int
+) -> None:
+    """Whenever one of these batches is delivered, a further decode of `steps` tokens is launched."""
+    driver = Driver(SchedConfig(page_size=2, pages=400, overlap_depth=overlap_depth, decode_steps_per_launch=steps))
+    engine = driver.engine
+    for prompt_tokens in (5, 6, 9):
+        driver.do(("arrive", 1, prompt_tokens, 200, {}))
+    while not engine.running_batch.size or any(batch.plan.mode != "decode" for batch in engine.in_flight):
+        driver.do(("ready",))
+        driver.do(("finish",))
+    while len(engine.in_flight) <= overlap_depth:
+        driver.do(("ready",))
+    projection = Projection(engine, NO_MATCH, [0])
+    driver.do(("cancel", 0))
+    for _ in range(len(engine.in_flight)):
+        driver.do(("finish",))
+        driver.do(("ready",))
+    assert engine.positions.tolist() == projection.positions.tolist()
+
+
 @pytest.mark.parametrize("overlap_depth", [0, 1])
 @pytest.mark.parametrize("reserve", ["ratio", "full"])
 def test_state_slots_and_window_pages_are_projected_as_admission_then_finds_them(

@@ -53,3 +53,12 @@ def test_rows_keep_their_holders_outputs_and_pages_when_the_table_grows() -> Non
             1000 * number + PROMPT_TOKENS + i for i in range(one.outputs)
         ]
         assert table.pages[one.row, :16].tolist() == [number] * 16
+
+
+@pytest.mark.parametrize("outputs", [63, 64, 65, 128, 129])
+def test_a_new_table_has_room_for_the_output_that_a_request_keeps(outputs: int) -> None:
+    """After a restart requests come back with their output, and the table is as narrow as at first."""
+    table, one = RequestTable(4, page_size=4), request(1, outputs)
+    table.take_row(one)
+    assert table.outputs[one.row, :outputs].tolist() == [1000 + PROMPT_TOKENS + i for i in range(outputs)]
+    assert table.outputs.shape[1] > outputs, "there is no room for the next token"
