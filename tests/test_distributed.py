@@ -420,6 +420,47 @@ def test_all_output_is_reserved_where_that_is_the_policy(failure: str) -> None:
     assert not made.marks["d retracted (pages)"]
 
 
+def test_reserve_of_all_output_accepts_as_many_as_fit() -> None:
+    """With reserve full and 12 pages, three requests of four pages each are received at once, and a fourth waits."""
+    made = fleet(reserve="full", pages=12, page_size=2)
+    for key in range(4):
+        made.arrive(asked(key, prompt=4, max_new=4))
+    assert [state(made, "d0", key) for key in range(4)] == ["receiving"] * 3 + ["preallocating"]
+    made.settle()
+    assert [made.answers[key] for key in range(4)] == [asked(key).answer for key in range(4)]
+
+
+def test_received_request_waits_while_as_many_run_as_may() -> None:
+    """The limit is one request. The request table has a second row, for a batch that outlives its request."""
+    made = fleet(max_running_requests=1, overlap_depth=1)
+    for key in range(2):
+        made.arrive(asked(key, max_new=6))
+    made.settle_until(lambda: 0 in made.answers)
+    assert state(made, "d0", 1) == "ready"
+    assert made.sent[1] == [2000], "its first token came with its KV, and it has decoded nothing"
+    assert made.ready("d0")
+    made.settle()
+    assert made.answers[1] == asked(1, max_new=6).answer
+
+
+def test_received_request_waits_for_a_row_that_a_batch_in_flight_names() -> None:
+    """A request ends by a stop token while its next batch is in flight, and the request table has one row."""
+    made = fleet(max_running_requests=1, request_rows=1, overlap_depth=1)
+    made.arrive(asked(0, max_new=12, stops=(8,)))
+    made.arrive(asked(1))
+    made.settle_until(lambda: state(made, "d0", 1) == "ready")
+    while 0 not in made.answers:
+        while made.ready("d0"):
+            pass
+        made.finish("d0")
+    assert not made.ready("d0"), "no request runs, but the row is not free"
+    assert state(made, "d0", 1) == "ready"
+    made.finish("d0")
+    assert made.ready("d0")
+    made.settle()
+    assert made.answers[1] == asked(1).answer
+
+
 def test_no_new_request_is_given_pages_while_a_retracted_one_waits() -> None:
     made = fleet(pages=16, num_reserved_decode_tokens=0)
     for key in range(2):

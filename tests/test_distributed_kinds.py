@@ -321,6 +321,22 @@ def test_requests_left_when_the_time_is_over_are_sent_elsewhere() -> None:
     assert made.answers[again.asked.key] == again.wanted
 
 
+def test_tokens_kept_back_are_sent_when_a_change_of_the_role_ends_a_request() -> None:
+    """Messages carry eight tokens each. The last one carries those that were drawn since the last message."""
+    made = fleet(stream_interval=8)
+    made.arrive(asked(0, max_new=20))
+    made.settle_until(lambda: bool(made.sent[0]))
+    for _ in range(3):
+        assert made.ready("d0")
+        assert made.finish("d0")
+    assert made.sent[0] == [1000]
+    made.control("d0", ChangeRole("prefill", 500))
+    made.clock(500)
+    assert made.answers[0] == Answer("transfer", (1000, 1001, 1002, 1003))
+    made.settle()
+    assert made.members["d0"].engine.config.role == "prefill"
+
+
 def test_resume_ends_a_change_of_the_role() -> None:
     made = fleet()
     made.arrive(asked(0))
