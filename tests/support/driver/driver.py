@@ -31,6 +31,7 @@ from tests.support.driver.obligations import (
     PreemptionObligations,
     PrefetchObligations,
     RetractionObligations,
+    WaitObligations,
 )
 from tests.support.driver.ordering import PreemptionPiece, QueuePiece
 from tests.support.driver.piece import Piece, Subject
@@ -87,6 +88,7 @@ class Driver(Subject):
             EvictionObligations(self),
             PreemptionObligations(self),
             PrefetchObligations(self),
+            WaitObligations(self),
             self.quality,
         )
         self.actions: dict[str, Callable[..., None]] = {}

@@ -10,6 +10,7 @@ retracted, or the whole cache were evicted. One class here has the obligations o
     EvictionObligations    an eviction frees what allocations lack, and less than one eviction step more
     PreemptionObligations  a more important request gets the place of a less important one
     PrefetchObligations    a prefetch for which no request waits is cancelled
+    WaitObligations        a running batch that launches nothing because it has no pages says so
 
 The numbers are computed from the state before the step, by other means than the engine's. `min_new_tokens` and the
 precedence of ends are in `RequestPiece`.
@@ -28,6 +29,7 @@ from lockstep.core.contract.events import (
     CancelMany,
     Control,
     ControlRequested,
+    DecodeSkipped,
     LaneReady,
     Observed,
     PagesEvicted,
@@ -275,3 +277,21 @@ class PrefetchObligations(Piece):
                 and (candidate.operation == number or (best_effort and candidate.prefetch == number))
             ]
             assert users or number in tagged.cancelled, f"no request waits for prefetch {number}, which goes on"
+
+
+class WaitObligations(Piece):
+    """The record of each decode that is due and not launched: `DecodeSkipped`."""
+
+    def before(self, event: Observed) -> None:
+        engine = self.engine
+        free = len(engine.in_flight) < engine.config.launches_max and not engine.stands_still
+        self._examines = isinstance(event, LaneReady) and free and not engine.microbatches.several and not engine.ranks
+
+    def checked(self, event: Observed, step: Step) -> None:
+        if not self._examines or step.launched() is not None or self.engine.stands_still:
+            return
+        running = self.engine.microbatches.current
+        due = running.batch.size and bool((running.positions < running.batch.limits - 1).any())
+        if running.decode_owed and due and not any(isinstance(one, RequestRetracted) for one in step.decided):
+            self.mark("a decode that is owed has no pages")
+            assert any(isinstance(one, DecodeSkipped) for one in step.decided), "a decode was skipped without a record"

@@ -764,7 +764,6 @@ class Transfers(Component):
             return False
         transfer.ends = reason
         self.sending += 1
-        self._scheduler.retry_admission()
         self._scheduler.give_place(request)
         return True
 
