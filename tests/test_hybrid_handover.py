@@ -295,6 +295,18 @@ def test_all_pools_are_asked_before_anything_is_taken(decode: HybridMemory, rese
     assert all(made.answers[key] == asked(key).answer for key in range(3))
 
 
+@pytest.mark.parametrize(("window_pages", "second"), [(8, "receiving"), (7, "preallocating")])
+def test_full_reserve_of_windows_may_be_used_to_the_last_page(window_pages: int, second: str) -> None:
+    """Each of two requests can hold four window pages: that of the prompt's end, two before it, and one more."""
+    windows = HybridMemory(window_tokens=5, window_pages=window_pages)
+    made = fleet(LAYERS["windows"], decode=windows, reserve="full")
+    for key in range(2):
+        made.arrive(asked(key))
+    assert [state(made, "d0", key) for key in range(2)] == ["receiving", second]
+    made.settle()
+    assert all(made.answers[key] == asked(key).answer for key in range(2))
+
+
 def test_chunked_request_is_not_held_up_by_one_that_has_come_and_gets_no_row() -> None:
     """One request may run. It is computed here, chunk by chunk; the received windows of another are in its way."""
     made = fleet(

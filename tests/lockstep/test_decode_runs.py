@@ -74,6 +74,7 @@ class RunInStretches(Run):
         self.seen.append((result, self.run.finished(result).digest))
         ready = LaneReady(time_us)
         step = self.run.launched(ready)
+        assert not step.decided, "a stretch has nothing to decide"
         self.seen.append((ready, step.digest))
         plan = step.launched()
         assert plan is not None
@@ -163,6 +164,30 @@ def test_most_of_a_decode_is_taken_in_stretches() -> None:
         run = RunInStretches(SchedConfig(page_size=4, pages=2000, overlap_depth=1, hybrid=kinds), arrivals, 1000)
         run.launch_all()
         assert run.taken > LAUNCHES * 0.9
+
+
+def asked(request_id: int, outputs: int) -> RequestArrived:
+    prompt = TokenRuns((1 + request_id, 8))
+    return RequestArrived(time_us=0, request_id=request_id, prompt=prompt, max_new_tokens=outputs)
+
+
+def two_slots(checkpoint_tokens: int) -> SchedConfig:
+    states = HybridMemory(state_slots=2, checkpoint_tokens=checkpoint_tokens)
+    return SchedConfig(page_size=4, pages=2000, overlap_depth=1, hybrid=states)
+
+
+def test_stretch_goes_on_without_a_free_slot_while_no_checkpoint_is_due() -> None:
+    """Two requests have both slots, and the next multiple of `checkpoint_tokens` is behind their ends."""
+    run = RunInStretches(two_slots(1000), {0: [asked(0, LAUNCHES), asked(1, LAUNCHES)]}, 1000)
+    run.launch_all()
+    assert run.taken > LAUNCHES * 0.9
+
+
+def test_stretch_ends_where_a_checkpoint_takes_the_slot_of_a_cached_one() -> None:
+    """The request has one of two slots. The checkpoint of its prompt has the other, and is evicted for the next one."""
+    run = RunInStretches(two_slots(8), {0: [asked(0, 40)]}, 1000)
+    run.launch_all()
+    assert run.taken
 
 
 @pytest.mark.parametrize(
