@@ -84,6 +84,12 @@ add a prompt=1..8 max_new=2
 step
 collect
 """
+TRANSFERS = """
+config page_size=2 pages=4 overlap_depth=0 role=decode num_reserved_decode_tokens=2
+
+add a prompt=1..4 max_new=2 transfer_room=1
+add b prompt=11..14 max_new=2 transfer_room=2
+"""
 IDLE = """
 config page_size=2 pages=16 overlap_depth=0
 
@@ -174,6 +180,14 @@ def waiting_request_is_computed(engine: Engine) -> None:
     engine.waiting[0].computed = 2
 
 
+def transfer_that_waits_for_pages_left_its_queue(engine: Engine) -> None:
+    engine.transfers.line.remove(1)
+
+
+def transfer_with_pages_waits_for_them_too(engine: Engine) -> None:
+    engine.transfers.line.append(0)
+
+
 @pytest.mark.parametrize(
     ("found", "scenario", "damage"),
     [
@@ -191,6 +205,8 @@ def waiting_request_is_computed(engine: Engine) -> None:
         ("S18: a stopped its chunk at 8 of 8", CHUNKS, split_prompt_at_its_end),
         ("S6: a waits but holds row -1, 2 positions computed", SAMPLES, waiting_request_is_computed),
         ("L1: 2 samples follow r99, which has ended", SAMPLES, follows_a_request_that_ended),
+        (r"S15 queues of transfers: \[\], expected \[1\]", TRANSFERS, transfer_that_waits_for_pages_left_its_queue),
+        (r"S15 queues of transfers: \[0, 1\], expected \[1\]", TRANSFERS, transfer_with_pages_waits_for_them_too),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
