@@ -10,7 +10,7 @@ retracted, or the whole cache were evicted. One class here has the obligations o
     EvictionObligations    an eviction frees what allocations lack, and less than one eviction step more
     PreemptionObligations  a more important request gets the place of a less important one
     PrefetchObligations    a prefetch for which no request waits is cancelled
-    WaitObligations        a decode that is due and not launched for want of pages is recorded
+    WaitObligations        a decode that is due and not launched for lack of pages is recorded
 
 The numbers are computed from the state before the step, by other means than the engine's. `min_new_tokens` and the
 precedence of ends are in `RequestPiece`.
