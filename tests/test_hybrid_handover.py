@@ -177,6 +177,26 @@ def test_a_match_ends_in_front_of_a_tombstone_that_would_be_read() -> None:
     made.settle()
 
 
+def test_pages_of_the_window_in_front_of_a_tombstone_are_not_received_again() -> None:
+    """Behind 13 tokens the fifth and the sixth page are read. The sixth one was evicted, the fifth was used since."""
+    made = fleet(
+        decode=HybridMemory(window_tokens=5, window_pages=5), hybrid=HybridMemory(window_tokens=5, window_pages=20)
+    )
+    prompt = tuple(range(100, 113))
+    for key, tokens in enumerate([(*prompt[:10], 7), prompt, (*prompt[:10], 8), range(4)]):
+        made.arrive(Asked(key, tuple(tokens), 2))
+        made.settle()
+    memory, window = made.members["d0"].engine.memory, hybrid_of(made, "d0").window
+    assert window is not None
+    path = memory.path_of(memory.radix.match("", np.array(prompt, np.int32).tobytes(), 6))
+    assert (window.window_of[path] >= 0).tolist() == [False, False, False, False, True, False]
+    wire = made.arrive(Asked(4, prompt, 2))
+    assert wire.receive is not None
+    assert wire.receive.start_tokens == 10, "only the sixth page is received, and what is behind it"
+    made.settle()
+    assert made.answers[4] == wire.wanted
+
+
 # ---------------------------------------------------------------------------------------------- blocks that are kept
 
 

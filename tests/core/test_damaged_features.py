@@ -90,6 +90,13 @@ config page_size=2 pages=4 overlap_depth=0 role=decode num_reserved_decode_token
 add a prompt=1..4 max_new=2 transfer_room=1
 add b prompt=11..14 max_new=2 transfer_room=2
 """
+BLOCKS = """
+config page_size=4 pages=12 overlap_depth=0 diffusion.block_tokens=4 context_tokens_max=64
+
+add a prompt=1..6 max_new=7
+step
+finish
+"""
 IDLE = """
 config page_size=2 pages=16 overlap_depth=0
 
@@ -188,6 +195,11 @@ def transfer_with_pages_waits_for_them_too(engine: Engine) -> None:
     engine.transfers.line.append(0)
 
 
+def pass_over_a_finished_block(engine: Engine) -> None:
+    """The first block has two tokens of the prompt and two masks, which take at most three passes."""
+    engine.diffusion.passes[engine.running_batch.rows] = 4
+
+
 @pytest.mark.parametrize(
     ("found", "scenario", "damage"),
     [
@@ -207,6 +219,7 @@ def transfer_with_pages_waits_for_them_too(engine: Engine) -> None:
         ("L1: 2 samples follow r99, which has ended", SAMPLES, follows_a_request_that_ended),
         (r"S15 queues of transfers: \[\], expected \[1\]", TRANSFERS, transfer_that_waits_for_pages_left_its_queue),
         (r"S15 queues of transfers: \[0, 1\], expected \[1\]", TRANSFERS, transfer_with_pages_waits_for_them_too),
+        ("S39: a has had 4 passes of the block that ends at 8", BLOCKS, pass_over_a_finished_block),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
