@@ -90,6 +90,13 @@ config page_size=2 pages=4 overlap_depth=0 role=decode num_reserved_decode_token
 add a prompt=1..4 max_new=2 transfer_room=1
 add b prompt=11..14 max_new=2 transfer_room=2
 """
+DRAFTS = """
+config page_size=2 pages=32 overlap_depth=0 speculative_method=eagle num_speculative_tokens=2
+
+add a prompt=1..3 max_new=9
+step
+finish
+"""
 IDLE = """
 config page_size=2 pages=16 overlap_depth=0
 
@@ -188,6 +195,15 @@ def transfer_with_pages_waits_for_them_too(engine: Engine) -> None:
     engine.transfers.line.append(0)
 
 
+def length_that_a_member_has_reached(engine: Engine) -> None:
+    _, (position,) = engine.all_running
+    engine.requests[0].max_new_tokens = int(position) + 1 - engine.requests[0].prompt_tokens
+
+
+def drafts_of_a_request_with_a_stop_text(engine: Engine) -> None:
+    engine.requests[0].watches_text = True
+
+
 @pytest.mark.parametrize(
     ("found", "scenario", "damage"),
     [
@@ -207,6 +223,8 @@ def transfer_with_pages_waits_for_them_too(engine: Engine) -> None:
         ("L1: 2 samples follow r99, which has ended", SAMPLES, follows_a_request_that_ended),
         (r"S15 queues of transfers: \[\], expected \[1\]", TRANSFERS, transfer_that_waits_for_pages_left_its_queue),
         (r"S15 queues of transfers: \[0, 1\], expected \[1\]", TRANSFERS, transfer_with_pages_waits_for_them_too),
+        ("S7: a may be at its end .*, and still decodes", f"{DRAFTS}collect", length_that_a_member_has_reached),
+        ("S23: batch 1 verifies drafts of a, which must have none", DRAFTS, drafts_of_a_request_with_a_stop_text),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
