@@ -561,6 +561,22 @@ def test_what_came_with_the_prompt_is_not_computed_again(kind: dict[str, Any], r
         assert stories[request_id].hidden[:17] == (list(range(17)) if "return_hidden_states" in kind else [])
 
 
+def test_results_that_came_are_not_computed_again_with_a_received_prompt() -> None:
+    """The pages of a request that waits for a row are taken back, so it computes its prompt before it has decoded."""
+    made = fleet(max_running_requests=1)
+    made.arrive(asked(0, max_new=6))
+    made.arrive(asked(1, prompt=10), logprob_start=1, return_hidden_states=True)
+    made.settle_until(lambda: state(made, "d0", 1) == "ready")
+    made.control("d0", Pause("retract"))
+    made.control("d0", Resume())
+    assert state(made, "d0", 1) == "over"
+    made.settle()
+    assert made.answers[1] == asked(1, prompt=10).answer
+    story = made.members["d0"].kv.stories[1]
+    assert story.logprobs == list(range(1, 9))
+    assert story.hidden == list(range(13))
+
+
 def test_results_of_a_prompt_that_did_not_come_are_computed_here() -> None:
     made = fleet(transfer_failure="recompute")
     made.arrive(asked(0, prompt=10), logprob_start=2, return_hidden_states=True)

@@ -105,6 +105,29 @@ def test_media_of_a_retracted_request_are_encoded_again() -> None:
     assert made.marks["encoded at d"] == 1
 
 
+def test_output_of_a_request_to_receive_is_reserved_beside_a_prompt_that_is_encoded_again() -> None:
+    """With reserve full and 12 pages, a retracted request of 6 pages waits for its image, and another gets pages.
+
+    That one has 3 pages of 8, so its output leaves 4 of the 9 free pages: the retracted one waits until it has ended,
+    and neither of them is retracted for pages.
+    """
+    made = fleet(encoder_cache_tokens=8, radix_cache=False, reserve="full", pages=12)
+    made.arrive(asked(0, prompt=7, max_new=6), spans=(PromptSpan(1, 4, "image", bytes(32), 5),))
+    made.settle_until(lambda: len(made.sent[0]) == 2)
+    made.control("d0", Pause("retract"))
+    made.control("d0", Resume())
+    made.finish("d0")
+    made.arrive(asked(1, max_new=12))
+    assert state(made, "d0", 1) == "receiving"
+    member = made.members["d0"]
+    made.answer(member, member.answers_due()[0])
+    assert not made.ready("d0")
+    made.settle()
+    assert list(made.answers) == [1, 0]
+    assert [made.answers[key].reason for key in (0, 1)] == ["length", "length"]
+    assert not made.marks["d retracted (pages)"]
+
+
 def test_no_request_waits_for_an_encoder_while_others_wait_for_its_room() -> None:
     """Two engines in different orders: neither may hold the encoder's room while waiting for that of the other."""
     made = fleet(encoder_cache_tokens=5, pages=5, num_reserved_decode_tokens=0, bootstrap_timeout_us=None)

@@ -97,6 +97,13 @@ add a prompt=1..6 max_new=7
 step
 finish
 """
+DRAFTS = """
+config page_size=2 pages=32 overlap_depth=0 speculative_method=eagle num_speculative_tokens=2
+
+add a prompt=1..3 max_new=9
+step
+finish
+"""
 IDLE = """
 config page_size=2 pages=16 overlap_depth=0
 
@@ -200,6 +207,15 @@ def pass_over_a_finished_block(engine: Engine) -> None:
     engine.diffusion.passes[engine.running_batch.rows] = 4
 
 
+def length_that_a_member_has_reached(engine: Engine) -> None:
+    _, (position,) = engine.all_running
+    engine.requests[0].max_new_tokens = int(position) + 1 - engine.requests[0].prompt_tokens
+
+
+def drafts_of_a_request_with_a_stop_text(engine: Engine) -> None:
+    engine.requests[0].watches_text = True
+
+
 @pytest.mark.parametrize(
     ("found", "scenario", "damage"),
     [
@@ -220,6 +236,8 @@ def pass_over_a_finished_block(engine: Engine) -> None:
         (r"S15 queues of transfers: \[\], expected \[1\]", TRANSFERS, transfer_that_waits_for_pages_left_its_queue),
         (r"S15 queues of transfers: \[0, 1\], expected \[1\]", TRANSFERS, transfer_with_pages_waits_for_them_too),
         ("S39: a has had 4 passes of the block that ends at 8", BLOCKS, pass_over_a_finished_block),
+        ("S7: a may be at its end .*, and still decodes", f"{DRAFTS}collect", length_that_a_member_has_reached),
+        ("S23: batch 1 verifies drafts of a, which must have none", DRAFTS, drafts_of_a_request_with_a_stop_text),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )

@@ -158,6 +158,13 @@ def test_a_chunk_stays_under_the_target() -> None:
     assert took_us(a_pass((0, chunk))) <= 2000 < took_us(a_pass((0, chunk + 16)))
 
 
+@pytest.mark.parametrize("target_us", [2000, 5000, 20_000])
+def test_a_first_chunk_is_the_longest_without_context(target_us: int) -> None:
+    """In pages of one token no rounding hides a token."""
+    engine = engine_with_a_fit(chunk_target_us=target_us, page_size=1, pages=65_536)
+    assert first_chunk(engine, 20_000) == fitted(*VARIED).tokens_within(target_us, 0, 0, 0)
+
+
 def test_a_chunk_is_never_lengthened() -> None:
     assert first_chunk(engine_with_a_fit(chunk_target_us=10**9, chunked_prefill_size=512), 8000) == 512
 

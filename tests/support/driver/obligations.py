@@ -10,7 +10,7 @@ retracted, or the whole cache were evicted. One class here has the obligations o
     EvictionObligations    an eviction frees what allocations lack, and less than one eviction step more
     PreemptionObligations  a more important request gets the place of a less important one
     PrefetchObligations    a prefetch for which no request waits is cancelled
-    WaitObligations        a decode that is due and not launched for lack of pages is recorded
+    WaitObligations        a decode that is due and not launched for lack of pages is recorded, with their number
 
 The numbers are computed from the state before the step, by other means than the engine's. `min_new_tokens` and the
 precedence of ends are in `RequestPiece`.
@@ -43,6 +43,31 @@ from lockstep.core.requests.rules import EVICT_AHEAD_SHARE
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Request
 from tests.support.driver.piece import Piece, Subject
+
+
+def needed_pages(subject: Subject, running: RunningState) -> int:
+    """Return the pages that the next decode cannot do without: for newest tokens, not for drafts."""
+    engine, config = subject.engine, subject.engine.config
+    if config.block_tokens:
+        return _blocks_needed(subject, running)
+    steps = max(config.decode_look_ahead, config.decode_steps_per_launch)
+    spare = engine.memory.table.spare_of(running.batch.rows)
+    spare = np.zeros(running.batch.size, np.int32) if spare is None else spare
+    columns = running.positions.tolist(), running.batch.limits.tolist(), spare.tolist()
+    return sum(
+        max(-(-min(position + steps, limit - 1) // config.page_size) - -(-position // config.page_size) - kept, 0)
+        for position, limit, kept in zip(*columns, strict=True)
+    )
+
+
+def _blocks_needed(subject: Subject, running: RunningState) -> int:
+    """Return the members that begin a block in a new page: the block before it is finished, and so is its page."""
+    found = 0
+    for row, position in zip(running.batch.rows.tolist(), running.positions.tolist(), strict=True):
+        on_device = subject.kv.rows[row]
+        begins = not on_device.passes and on_device.reach == position
+        found += begins and position % subject.engine.config.page_size == 0
+    return found
 
 
 class EndObligations(Piece):
@@ -130,7 +155,8 @@ class RetractionObligations(Piece):
     def before(self, event: Observed) -> None:
         self._needed = None
         if isinstance(event, LaneReady) and not self.engine.memory.hybrid.present:  # other pools may be short there
-            self._needed, self._returning = self._needed_pages(event.microbatch), self._returning_pages()
+            running = self.engine.microbatches.states[event.microbatch]
+            self._needed, self._returning = needed_pages(self.subject, running), self._returning_pages()
 
     def checked(self, event: Observed, step: Step) -> None:
         if self._needed is None:
@@ -144,30 +170,6 @@ class RetractionObligations(Piece):
             )
             if self._returning:
                 self.mark("retracted beside pages that come back")
-
-    def _needed_pages(self, microbatch: int) -> int:
-        """Return the pages that the next decode cannot do without: for newest tokens, not for drafts."""
-        engine, config = self.engine, self.engine.config
-        running = engine.microbatches.states[microbatch]
-        if config.block_tokens:
-            return self._blocks_needed(running)
-        steps = max(config.decode_look_ahead, config.decode_steps_per_launch)
-        spare = engine.memory.table.spare_of(running.batch.rows)
-        spare = np.zeros(running.batch.size, np.int32) if spare is None else spare
-        columns = running.positions.tolist(), running.batch.limits.tolist(), spare.tolist()
-        return sum(
-            max(-(-min(position + steps, limit - 1) // config.page_size) - -(-position // config.page_size) - kept, 0)
-            for position, limit, kept in zip(*columns, strict=True)
-        )
-
-    def _blocks_needed(self, running: RunningState) -> int:
-        """Return the members that begin a block in a new page: the block before it is finished, and so is its page."""
-        found = 0
-        for row, position in zip(running.batch.rows.tolist(), running.positions.tolist(), strict=True):
-            on_device = self.subject.kv.rows[row]
-            begins = not on_device.passes and on_device.reach == position
-            found += begins and position % self.engine.config.page_size == 0
-        return found
 
     def _returning_pages(self) -> int:
         """Return the private pages that come back with the batches in flight."""
@@ -280,7 +282,7 @@ class PrefetchObligations(Piece):
 
 
 class WaitObligations(Piece):
-    """The record of each decode that is due and not launched: `DecodeSkipped`."""
+    """The record of each decode that is due and not launched, `DecodeSkipped`, and its number of lacking pages."""
 
     def before(self, event: Observed) -> None:
         engine = self.engine
@@ -294,4 +296,15 @@ class WaitObligations(Piece):
         due = running.batch.size and bool((running.positions < running.batch.limits - 1).any())
         if running.decode_owed and due and not any(isinstance(one, RequestRetracted) for one in step.decided):
             self.mark("a decode that is owed has no pages")
-            assert any(isinstance(one, DecodeSkipped) for one in step.decided), "a decode was skipped without a record"
+            skipped = [one for one in step.decided if isinstance(one, DecodeSkipped)]
+            assert skipped, "a decode was skipped without a record"
+            if not self.engine.memory.hybrid.present:  # other pools may be short there
+                lacking = needed_pages(self.subject, running) - self._available_pages()
+                recorded = [one.needed_pages for one in skipped]
+                assert recorded == [lacking], f"a decode lacks {lacking} pages, and {recorded} are recorded"
+
+    def _available_pages(self) -> int:
+        """Return the free pages and the cached ones without a lock, counted one by one."""
+        memory = self.engine.memory
+        unlocked = sum(len(node.pages) for node in memory.radix.nodes() if not node.lock_count)
+        return len(memory.pool.free_ids()) + unlocked
