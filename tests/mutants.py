@@ -8,11 +8,11 @@
     python tests/mutants.py --table FILE                  the table of all results by module
 
 A mutant is one changed place of a function: another comparison, a constant that is one larger, a statement left out, a
-condition negated. A test that runs its line must fail, or a random history of `swarm.py`. Quick tests that run most of the
-changed file are the first.
-Results are kept in `.mutants/`, by the text of the function: a run that was interrupted goes on where it was. Each
-mutant that survives must be in `tests/data/mutants.txt` with the reason for which nothing can notice it; otherwise the
-exit status is 1. Functions that the simulator compiles have `tests/kernel_mutants.py`.
+condition negated. A test that runs its line must fail, or a random history of `swarm.py`. Quick tests that run most
+of the changed file are the first. Results are kept in `.mutants/`, by the text of the function: a run that was
+interrupted goes on where it was. Each mutant that survives must be in `tests/data/mutants.txt` with the reason for
+which nothing can notice it; otherwise the exit status is 1. Functions that the simulator compiles have
+`tests/kernel_mutants.py`.
 """
 
 from __future__ import annotations
