@@ -540,7 +540,7 @@ class WindowPool:
                 fail(f"S5: {one.kind} {one.number} needs the window of pages {lost.tolist()}, which was freed")
         held_by_moves = int(np.count_nonzero((moving > 0) & (locks == 0)))
         locks += moving
-        deferred = np.concatenate([np.empty(0, np.int32), *(pages for _, pages in self.deferred.pages)])
+        deferred = np.concatenate([NO_ROWS, *(pages for _, pages in self.deferred.pages)])
         locks[deferred] = self.locks[deferred]
         if locks.tobytes() != self.locks.tobytes():
             wrong = (locks != self.locks).nonzero()[0].tolist()
