@@ -19,6 +19,7 @@ from lockstep.core.contract.events import (
     TokenRuns,
 )
 from lockstep.core.contract.profiles import PROFILES, profile_settings
+from lockstep.core.contract.rank_settings import settings_of_rank
 from lockstep.core.contract.runtime_settings import refuse_in_runtime
 from lockstep.core.contract.setting import setting_fields
 from lockstep.core.journal import snapshot
@@ -165,3 +166,10 @@ def test_every_field_of_floats_stores_floats(struct: type[msgspec.Struct]) -> No
     stored = {SchedConfig: FLOAT_SETTINGS, CacheTiers: ("prefetch_share",), SamplingParams: FLOAT_PARAMETERS}[struct]
     hints = get_type_hints(struct)
     assert {name for name, hint in hints.items() if hint is float or float in get_args(hint)} == set(stored)
+
+
+@pytest.mark.parametrize(("ranks", "rows", "queued"), [(1, 250, 10), (2, 125, 5), (3, 84, 4), (8, 32, 2), (16, 16, 1)])
+def test_limits_that_do_not_divide_by_the_ranks_are_rounded_up(ranks: int, rows: int, queued: int) -> None:
+    """The ranks have at least as many rows and places in their queues as the engine was given, and no rank has none."""
+    share = settings_of_rank({"max_running_requests": 250, "max_queued_requests": 10}, ranks, usual={})
+    assert share == {"max_running_requests": rows, "max_queued_requests": queued, "dp_ranks": ranks, "dp_rank": 0}

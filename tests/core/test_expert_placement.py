@@ -114,6 +114,11 @@ def test_a_layer_for_which_packing_is_no_better_stays_as_it_would_be_without() -
     assert gpu_loads(loads, balance(loads, slots=6, gpus=2), 2).tolist() == [[20, 21]]
 
 
+def test_experts_are_packed_in_the_better_of_two_ways() -> None:
+    loads = np.array([[8, 4, 3, 3, 1, 1, 1, 1]])  # in order: 18 and 4; in rounds of one expert for each GPU: 13 and 9
+    assert gpu_loads(loads, balance(loads, slots=8, gpus=2), 2).tolist() == [[11, 11]]
+
+
 def test_a_hot_expert_is_copied_and_its_copies_are_spread() -> None:
     loads = np.array([[90, 10, 10, 10, 10, 10, 10, 10]])
     placement = balance(loads, slots=12, gpus=4)

@@ -399,6 +399,26 @@ def test_histories_keep_counts_and_bounds(
     assert router.digest == again.digest
 
 
+def test_digests_of_decisions_are_the_same_in_every_process() -> None:
+    """A router's journal has them, and its replay is compared with them: with an engine, and without one."""
+    told = Told("round_robin", 2)
+    digests = []
+    for named in (None, 1, 2):  # by the policy to engine 0; to engine 1; there is no engine 2
+        told.offer(named=named)
+        digests.append(told.router.digest.hex())
+    told.change(0, "down"), told.change(1, "down")
+    assert told.offer().reason == "no_engine"
+    assert [*digests, told.router.digest.hex()] == DIGESTS
+
+
+DIGESTS = [
+    "6180fa7ad099ca5fbe8a614869de9704",
+    "15b9da85584553ca841aa7f283482120",
+    "24e9a632afa7013547b87d980476bd6f",
+    "1ba500bb1e8fc5f58379d682a9872111",
+]
+
+
 # ---------------------------------------------------------------------------------------------------------- prefix keys
 
 
