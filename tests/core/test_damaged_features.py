@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from lockstep.core import invariants
 from lockstep.core.contract.errors import InvariantError
@@ -16,6 +17,7 @@ from lockstep.core.kv.operations import Operation
 from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.scheduler.engine import Engine
 from tests.support.scenario import Run, parse, play
+from tests.support.small_ranks import asked, group, offer
 
 Damage = Callable[[Engine], None]
 
@@ -159,6 +161,11 @@ def host_checkpoint_moved_away(engine: Engine) -> None:
     pool.of[other], pool.of[source] = pool.of[source], -1
 
 
+def waits_for_an_operation_that_ended(engine: Engine) -> None:
+    (candidate,) = engine.memory.tiers.candidates.values()
+    candidate.operation += 1
+
+
 def tokens_of_an_operation_cut(engine: Engine) -> None:
     operation(engine, "prefetch").tokens = operation(engine, "prefetch").tokens[:-4]
 
@@ -226,6 +233,7 @@ def drafts_of_a_request_with_a_stop_text(engine: Engine) -> None:
         ("S1: pages .* have windows, but are neither held nor cached", WINDOWS, window_of_a_free_page),
         ("S5: prefetch 6 needs states of host pages", STORED, host_checkpoint_moved_away),
         ("S32: prefetch 6 has .* bytes of tokens", STORED, tokens_of_an_operation_cut),
+        ("L7: r2 waits for operation 7, which has ended", STORED, waits_for_an_operation_that_ended),
         ("S40: 0 decodes and 1 parts of prompts in flight", LAYERS, more_parts_than_launches),
         ("S30: . decodes in microbatch ., its place is in another", STAGES, places_exchanged),
         ("D11: r99 has ended and holds encoder output", MEDIA, output_pinned_for_ever),
@@ -246,6 +254,23 @@ def test_damage_to_a_feature_is_named(found: str, scenario: str, damage: Damage)
     invariants.check(engine)
     damage(engine)
     with pytest.raises(InvariantError, match=f"^{found}"):
+        invariants.check(engine)
+
+
+@pytest.mark.parametrize(
+    ("field", "damaged"), [("tokens", (5, 0)), ("tokens", (0, 4)), ("logit_rows", (2, 0)), ("logit_rows", (0, 1))]
+)
+def test_damage_to_the_counts_that_ranks_agreed_on_is_named(field: str, damaged: tuple[int, int]) -> None:
+    """The first of two ranks extends a prompt of four tokens, the second is idle."""
+    made = group(overlap_depth=0)
+    made.arrive(0, asked(0))
+    offer(made)
+    engine = made.members[0].engine
+    (batch,) = engine.in_flight
+    assert batch.plan.ranks is not None
+    assert (batch.plan.ranks.tokens, batch.plan.ranks.logit_rows) == ((4, 0), (1, 0))
+    batch.plan = replace(batch.plan, ranks=replace(batch.plan.ranks, **{field: damaged}))
+    with pytest.raises(InvariantError, match=r"^S29: batch 0 has counts \(4, 1, 1, 0\), the ranks agreed on"):
         invariants.check(engine)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.contract.errors import InvariantError
-from lockstep.core.requests.table import RequestTable
+from lockstep.core.requests.table import FLAT_ROWS_MIN, RequestTable
 
 PROMPT_TOKENS = 3
 
@@ -62,3 +62,21 @@ def test_a_new_table_has_room_for_the_output_that_a_request_keeps(outputs: int) 
     table.take_row(one)
     assert table.outputs[one.row, :outputs].tolist() == [1000 + PROMPT_TOKENS + i for i in range(outputs)]
     assert table.outputs.shape[1] > outputs, "there is no room for the next token"
+
+
+@pytest.mark.parametrize("count", [FLAT_ROWS_MIN - 1, FLAT_ROWS_MIN, FLAT_ROWS_MIN + 1])
+def test_pages_and_outputs_of_few_and_of_many_rows_go_to_their_places_and_nowhere_else(count: int) -> None:
+    """Tables of many rows are written by flat indices, which skip the unused entries behind each row."""
+    table = RequestTable(2 * count, page_size=4)
+    for number in range(2 * count):
+        table.take_row(request(number, 0))
+    table.pages[:], table.outputs[:] = -1, -1
+    rows = np.arange(2 * count, dtype=np.int32)[::-2]  # every other one, from the last on
+    places = rows // 2 % 16  # the first and the last column among them
+    table.write_pages(rows, places, rows + np.int32(5000))
+    table.write_outputs(rows, places, rows + np.int32(7000))
+    for written, first in ((table.pages, 5000), (table.outputs, 7000)):
+        expected = np.full(written.shape, -1, np.int32)
+        for row in rows.tolist():
+            expected[row, row // 2 % 16] = first + row
+        assert written.tolist() == expected.tolist()
