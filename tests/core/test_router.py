@@ -406,7 +406,8 @@ def test_digests_of_decisions_are_the_same_in_every_process() -> None:
     for named in (None, 1, 2):  # by the policy to engine 0; to engine 1; there is no engine 2
         told.offer(named=named)
         digests.append(told.router.digest.hex())
-    told.change(0, "down"), told.change(1, "down")
+    for engine in (0, 1):
+        told.change(engine, "down")
     assert told.offer().reason == "no_engine"
     assert [*digests, told.router.digest.hex()] == DIGESTS
 
