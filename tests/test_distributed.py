@@ -420,6 +420,24 @@ def test_all_output_is_reserved_where_that_is_the_policy(failure: str) -> None:
     assert not made.marks["d retracted (pages)"]
 
 
+def test_cached_pages_that_a_request_keeps_are_not_free_for_the_rest_of_its_prompt() -> None:
+    """Of 12 pages, 4 cache the prompt of the first request, and the second gets 4.
+
+    The third begins with the prompt of the first, keeps these pages and needs 5 more: it waits for the second.
+    """
+    made = fleet(pages=12, num_reserved_decode_tokens=0)
+    made.arrive(asked(0, prompt=8, max_new=2))
+    made.settle()
+    made.arrive(asked(1, prompt=6))
+    third = Asked(2, tuple(range(100, 117)), 2)
+    wire = made.arrive(third)
+    assert [state(made, "d0", key) for key in (1, 2)] == ["receiving", "preallocating"]
+    made.settle()
+    assert wire.receive is not None
+    assert wire.receive.start_tokens == 8
+    assert [made.answers[key] for key in (1, 2)] == [asked(1).answer, third.answer]
+
+
 def test_reserve_of_all_output_accepts_as_many_as_fit() -> None:
     """With reserve full and 12 pages, three requests of four pages each are received at once, and a fourth waits."""
     made = fleet(reserve="full", pages=12, page_size=2)
@@ -510,6 +528,23 @@ def test_kv_of_other_weights_is_no_good() -> None:
     assert made.members["d0"].engine.memory.weights_version == 1
     made.settle()
     assert made.answers[0].reason == "transfer"
+
+
+def test_prompt_of_which_a_chunk_has_replaced_weights_is_not_sent_on() -> None:
+    """The only request of the prefill engine, in its first row, has one chunk of three when the weights change."""
+    made = fleet(transfer_failure="recompute")
+    made.arrive(asked(0, prompt=9))
+    hear(made, "accepted", "p0")
+    assert made.ready("p0")
+    made.finish("p0")
+    member = made.members["p0"]
+    assert [request.row for request in member.engine.requests.values()] == [0]
+    made.control("p0", UpdateWeights(1, "w", "in_place"))
+    made.settle_until(lambda: member.engine.memory.weights_version == 1)
+    assert not member.engine.requests
+    made.settle()
+    assert made.answers[0] == asked(0).answer
+    assert made.marks["p ended (transfer)"] == 1
 
 
 def test_role_is_switched_once_drained() -> None:

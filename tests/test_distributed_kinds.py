@@ -105,6 +105,20 @@ def test_media_of_a_retracted_request_are_encoded_again() -> None:
     assert made.marks["encoded at d"] == 1
 
 
+def test_media_are_encoded_in_order_of_arrival_after_a_restart() -> None:
+    """The first request decodes and the KV of the second arrives when the device is lost; both are computed again."""
+    made = fleet(encoder_cache_tokens=16, transfer_failure="recompute")
+    first, second = (PromptSpan(1, 4, "image", bytes([i] * 32), 5) for i in (0, 1))
+    made.arrive(asked(0, prompt=7, max_new=8), spans=(first,))
+    made.settle_until(lambda: len(made.sent[0]) >= 3)
+    made.arrive(asked(1, prompt=7), spans=(second,))
+    assert state(made, "d0", 1) == "receiving"
+    made.restart("d0")
+    assert [command.digest for command in made.members["d0"].encoding] == [first.digest, second.digest]
+    made.settle()
+    assert made.answers == {0: asked(0, max_new=8).answer, 1: asked(1).answer}
+
+
 def test_output_of_a_request_to_receive_is_reserved_beside_a_prompt_that_is_encoded_again() -> None:
     """With reserve full and 12 pages, a retracted request of 6 pages waits for its image, and another gets pages.
 
