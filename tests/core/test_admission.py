@@ -28,6 +28,7 @@ def least_left_over(requests: Requests, free: int) -> int:
 @given(st.lists(st.tuples(st.integers(-2, 12), st.integers(0, 12)), min_size=1, max_size=8), st.integers(-5, 120))
 @example([(0, 7)], -3)
 @example([(3, 1), (3, 1), (9, 4)], 20)
+@example([(9, 0), (9, 0)], 12)  # enough for the last request alone, but not while both run
 @example([(1, 0), (9, 0), (9, 0)], 21)  # tokens that the first request wrote are freed too
 def test_memory_lasts_if_every_end_leaves_a_token_each_over(requests: Requests, free: int) -> None:
     left = np.array([left for left, _ in requests], np.float64)

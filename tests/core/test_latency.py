@@ -113,6 +113,14 @@ def test_chunks_of_one_size_show_a_small_cost_of_pairs() -> None:
     assert latency.tokens_like_first(512, 400_000) == pytest.approx(507, abs=2)
 
 
+def test_a_constant_that_is_most_of_the_duration_counts_as_part_of_the_tokens() -> None:
+    """Passes of 256 to 1,280 tokens take 20 ms more than by their tokens and pairs, which is about 26 us a token."""
+    latency = ExtendLatency()
+    for plan in VARIED:
+        latency.observe(plan, took_us(plan) + 20_000)
+    assert latency.tokens_like_first(512, 20_000) == pytest.approx(334, abs=5)  # 18 if only b and c counted
+
+
 def test_a_target_below_the_base_cost_allows_nothing() -> None:
     assert fitted(*VARIED).tokens_within(300, 0, 0, 0) == 0
 
