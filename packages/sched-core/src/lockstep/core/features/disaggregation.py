@@ -674,18 +674,15 @@ class Transfers(Component):
         """Return the positions that are computed once a request has decoded for the first time."""
         return min(request.prompt_tokens + 1, request.reach)
 
-    def _pages_of(self, request: Request, match: Match | None) -> int:
+    def _pages_of(self, request: Request, match: Match) -> int:
         """Return the pages that a request receives in addition to those of a match."""
-        return -(-self._first_stop(request) // self._scheduler.config.page_size) - (
-            match.pages if match is not None else 0
-        )
+        return -(-self._first_stop(request) // self._scheduler.config.page_size) - match.pages
 
-    def _fits(self, request: Request, match: Match | None) -> bool:
+    def _fits(self, request: Request, match: Match) -> bool:
         """Return whether the pages of a request are free, and the rest suffices for the reserve of all others."""
         (running_batch, positions), memory = self._scheduler.all_running, self._scheduler.memory
         pages = self._pages_of(request, match)
-        locking = match.evictable_pages if match is not None else 0
-        free = memory.available_pages - locking
+        free = memory.available_pages - match.evictable_pages
         coming = len(self.in_state("receiving", "ready"))
         alone = not self._scheduler.active and not coming
         page_size, reserved = self._scheduler.config.page_size, self.settings.reserved_tokens
@@ -697,17 +694,15 @@ class Transfers(Component):
         if alone:
             return True  # no other request needs the pool, and the check on arrival ensures that this one fits
         if self._scheduler.config.reserve == "full":
-            cached = match.pages if match is not None else 0
             promised = self._scheduler.reserve_of(running_batch, positions) // page_size + self.promised_pages()
-            return -(-request.reach // page_size) - cached <= free - promised
+            return -(-request.reach // page_size) - match.pages <= free - promised
         retractable = int(positions.sum())
         largest = 0
         if running_batch.size:
             whole = running_batch.prompts + clipped_output(running_batch.limits - running_batch.prompts)
             largest = int(whole.max()) - retractable
         left = free * page_size - max(reserved * (self._scheduler.active + coming), largest)
-        cached = match.pages * page_size if match is not None else 0
-        whole_need = request.prompt_tokens + min(request.max_new_tokens, CLIP_MAX_NEW_TOKENS) - cached
+        whole_need = request.prompt_tokens + min(request.max_new_tokens, CLIP_MAX_NEW_TOKENS) - match.pages * page_size
         return max(pages * page_size + reserved, whole_need - retractable) <= left
 
     def promised_pages(self) -> int:
