@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -30,10 +30,13 @@ from lockstep.core.contract.events import (
     TokenRuns,
 )
 from lockstep.core.journal import snapshot
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.latency import ExtendLatency
+from lockstep.host.clock import HostClock
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.layout_options import check_layout
+from lockstep.host.loop import RuntimeHost
 from tests.support.driver.actions import Action
 from tests.support.driver.draw import pipelined, random_actions, random_config
 from tests.support.driver.driver import Driver
@@ -180,6 +183,77 @@ def test_slots_are_offered_in_turn_to_microbatches_with_work_and_room() -> None:
     assert engine.open_slots() == []
     played.finish()
     assert engine.open_slots() == [0]
+
+
+class Launches:
+    """An executor that runs nothing."""
+
+    in_flight = 0
+
+    def __init__(self) -> None:
+        self.launched: list[int] = []  # microbatches
+
+    def ready(self) -> bool:
+        return False
+
+    def launch(self, plan: BatchPlan, **_: Any) -> None:
+        self.launched.append(plan.microbatch)
+
+
+class OfferingHost:
+    """A host of three microbatches. A test sets which of them may have a launch, and sends its facts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine, self.executor = Engine(SchedConfig(**{**TWO, "pp_size": 3})), Launches()
+        self.open = [0, 1, 2]
+        monkeypatch.setattr(Engine, "open_slots", lambda _: self.open)
+        self.offered: list[int] = []
+        self.host = RuntimeHost(engine, cast(Any, self.executor), NoJournal(), HostClock(), observe=self._observe)
+
+    def _observe(self, event: Observed, _: Any) -> None:
+        if isinstance(event, LaneReady):
+            self.offered.append(event.microbatch)
+
+    def offers(self) -> list[int]:
+        """Let the host take in what was sent, and offer slots while it may, at most ten. Returns the microbatches."""
+        self.offered = []
+        self.host._take_in()
+        while self.host._may_launch() and len(self.offered) < 10:
+            self.host._launch()
+        return self.offered
+
+
+def test_each_open_slot_is_offered_once_in_vain_until_the_next_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has no request, so no slot has a launch."""
+    given = OfferingHost(monkeypatch)
+    assert given.offers() == [0, 1, 2]
+    assert given.offers() == []
+    given.host.cancel(99)
+    assert given.offers() == [0, 1, 2]
+    given.open = [1]
+    assert given.offers() == []
+    given.host.cancel(99)
+    assert given.offers() == [1]
+    given.open = [0, 1]
+    given.host.cancel(99)
+    assert given.offers() == [0, 1]
+    given.open = []
+    given.host.cancel(99)
+    assert given.offers() == []
+    assert not given.executor.launched
+
+
+def test_slots_are_offered_in_vain_anew_behind_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first offer behind the arrival has a launch, and the next ones have none."""
+    given = OfferingHost(monkeypatch)
+    given.open = [0, 1]
+    assert given.offers() == [0, 1]
+    given.open = [0, 2]
+    runs = TokenRuns((1, 3))
+    given.host.submit(RequestArrived(0, request_id=-1, prompt=runs, max_new_tokens=5), cast(Any, None))
+    assert given.offers() == [2, 0, 2]
+    assert given.executor.launched == [2]
+    assert given.offers() == []
 
 
 def test_slot_of_a_microbatch_that_does_not_exist_is_refused_and_changes_nothing() -> None:
