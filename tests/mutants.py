@@ -81,10 +81,10 @@ TARGETS = {
         ("packages/sched-core/src/lockstep/host",),
         (
             *_files("core", "adapter_registry bad_words cache_moves durable given_embeddings grammar_backends"),
-            *_files("core", "grammar_rows grammar_trial handover_link host_header idle_check inbox journal_expiry"),
-            *_files("core", "layout_options microbatches options page_store prefill_side prompt_results queued_writer"),
-            *_files("core", "rank_agreement recovery_verdicts salvage stated_bytes startup stop_regexes stop_texts"),
-            *_files("core", "text weight_formats"),
+            *_files("core", "grammar_process grammar_rows grammar_trial handover_link host_header idle_check"),
+            *_files("core", "inbox journal_expiry layout_options media_processor microbatches options page_store"),
+            *_files("core", "prefill_side prompt_results queued_writer rank_agreement recovery_verdicts salvage"),
+            *_files("core", "startup stated_bytes stop_regexes stop_texts text weight_formats"),
             *_files("api", "answer_text audio chat_templates images settings wire"),
             *_files(
                 "runtime", "drafting given_embeddings host jump_forward llm_text quantized recorded transfer videos"
