@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import queue
 import resource
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +64,11 @@ class Kept(io.BytesIO):
     """A stream whose content can be read behind its end."""
 
     content = b""
+    flushes = 0
+
+    def flush(self) -> None:
+        self.flushes += 1
+        super().flush()
 
     def close(self) -> None:
         if not self.closed:
@@ -131,11 +138,36 @@ def test_a_trial_gets_its_settings_and_grammars_and_answers_each(monkeypatch: py
     assert process.waited == 0
     assert trial.kill() == 0
     assert trial.over
+    assert process.stdin.flushes == 3
     sent = io.BytesIO(process.stdin.content)
     assert msgspec.msgpack.decode(read_message(sent) or b"", type=TrialSettings) == SETTINGS
     assert [msgspec.msgpack.decode(read_message(sent) or b"", type=Grammar) for _ in grammars] == grammars
     assert read_message(sent) is None
     assert "its process ended with status 0" in trial.compile(grammars[0])  # its pipes are closed
+
+
+def test_a_trial_is_a_process_of_its_own_session_with_the_paths_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[dict[str, Any]] = []
+
+    def popen(command: list[str], **options: Any) -> Process:
+        begun.append({"command": command, **options})
+        return Process(messages(""), 0)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(sys, "path", ["", "/a", "/b"])
+    grammar_compiler._Trial(SETTINGS, LIMITS)
+    [given] = begun
+    assert given["command"][1:] == ["-P", "-m", "lockstep.host.grammar_trial"]
+    assert given["start_new_session"]
+    assert given["env"]["PYTHONPATH"] == f"/a{os.pathsep}/b"
+
+
+def test_a_trial_that_answered_in_time_is_not_killed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "START_S", 0.05)
+    process = Process(messages(""), None)
+    trial_of(monkeypatch, process)
+    threading.Event().wait(0.1)
+    assert not process.killed
 
 
 class Blocked(io.BytesIO):
@@ -146,6 +178,8 @@ class Blocked(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         if data := super().read(size):
             return data
+        timers = [one for one in threading.enumerate() if isinstance(one, threading.Timer)]
+        assert all(one.daemon for one in timers), "the interpreter would wait for them"
         for _ in range(1000):
             if self.process.killed:
                 return b""
@@ -286,6 +320,15 @@ def test_a_grammar_that_is_compiled_at_the_end_has_no_answer(given: Compiling, m
     assert len(given.trials) == 1
 
 
+def test_a_grammar_that_is_taken_behind_the_end_is_not_compiled(given: Compiling) -> None:
+    given.compiler._closed = True
+    for source in ("a", "b"):
+        given.compiler._queue.put((make_grammar("regex", source), given.answers.put))
+    given.compiler._work()
+    assert not given.trials
+    assert given.answers.empty()
+
+
 def test_as_many_threads_as_workers_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Compiling(monkeypatch, CompileLimits(workers=3))
     assert not given.compiler._threads
@@ -330,7 +373,12 @@ def test_first_masks_and_ends_are_made_where_a_grammar_is_compiled() -> None:
 
 def test_the_library_is_made_before_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     made: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-    monkeypatch.setattr(grammar_compiler, "make_backend", lambda *given: made.put(given) or Backend())
+
+    def make_backend(*given: Any) -> Backend:
+        made.put(given)
+        return Backend()
+
+    monkeypatch.setattr(grammar_compiler, "make_backend", make_backend)
     grammar_compiler.make_compilers("slow", Path("/models/tokenizer"), 70, [2, 3], LIMITS)
     assert made.get(timeout=ANSWER_S) == ("slow", Path("/models/tokenizer"), 70, [2, 3])
 
@@ -351,6 +399,8 @@ class Backend:
             "other": KeyError("x" * 600),
             "exit": SystemExit(),
         }
+        if grammar.source == "late":
+            threading.Event().wait(0.05)
         if grammar.source in errors:
             raise errors[grammar.source]
         return SimpleNamespace(matcher=lambda: AnyToken(words=3))
@@ -459,6 +509,7 @@ def test_a_process_without_orders_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     ("source", "error"),
     [
         ("a", ""),
+        ("late", ""),
         ("refused", "no rule"),
         ("silent", "it is not a grammar"),
         ("large", "it takes too much memory to compile"),

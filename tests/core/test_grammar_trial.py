@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.core.contract.commands import RowTaken
 from lockstep.core.contract.events import Grammar
-from lockstep.host import grammar_compiler
+from lockstep.host import grammar_compiler, grammar_trial
 from lockstep.host.batches import Int32s
 from lockstep.host.grammar_trial import WALK_TOKENS, try_out
 from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_grammar
@@ -145,6 +145,109 @@ def test_a_grammar_without_any_token_is_an_error() -> None:
 
     with pytest.raises(GrammarError, match="it admits no token"):
         try_out(Empty(1), 2)
+
+
+class Ending(LimitedMatcher):
+    """A matcher of a grammar that ends, or takes nothing, behind some tokens; later masks are errors."""
+
+    def __init__(self, limit: int, ends: bool) -> None:
+        super().__init__(limit)
+        self.ends = ends
+
+    def matcher(self) -> Ending:
+        return Ending(self.limit, self.ends)
+
+    def accept(self, token: int) -> bool:
+        super().accept(token)
+        return self.ends or self.taken < self.limit
+
+    def is_done(self) -> bool:
+        return self.ends and self.taken >= self.limit
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_answer_is_followed_to_its_end(ends: bool) -> None:
+    try_out(Ending(3, ends), 2)
+
+
+class OnlyEnd(LimitedMatcher):
+    """A matcher that admits token 5 behind two others. That place is looked at once."""
+
+    looked = False
+
+    def matcher(self) -> OnlyEnd:
+        return OnlyEnd(self.limit)
+
+    def fill(self, mask: Int32s) -> None:
+        super().fill(mask)
+        if self.taken == 2:
+            assert not self.looked
+            self.looked = True
+            mask[:] = (1 << 5, 0)
+
+    def accept(self, token: int) -> bool:
+        assert token != 5
+        return super().accept(token)
+
+
+def test_tokens_that_end_an_answer_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those beyond the masks are no tokens of this model."""
+    Clock(monkeypatch)
+    try_out(OnlyEnd(WALK_TOKENS), 2, (5, 64, 100))
+
+
+class Warming(Slow):
+    """A matcher whose masks are slow the first time at each place."""
+
+    at = -1
+
+    def matcher(self) -> Warming:
+        return Warming(self.clock, self.first_s, self.mask_s)
+
+    def fill(self, mask: Int32s) -> None:
+        self.clock.now_s += 0.001 if self.at == self.taken else 0.008
+        self.at = self.taken
+        LimitedMatcher.fill(self, mask)
+
+
+def test_a_mask_is_counted_by_the_quicker_of_two_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    try_out(Warming(Clock(monkeypatch), 0.0, 0.0), 2)
+
+
+class FirstOnly(Slow):
+    """A matcher of which the first one has a slow first mask."""
+
+    made: ClassVar = [0]
+
+    def matcher(self) -> Slow:
+        self.made[0] += 1
+        return Slow(self.clock, self.first_s if self.made[0] == 1 else self.mask_s, self.mask_s)
+
+
+def test_masks_may_take_the_longest_time_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those at the beginning of the first answer are not counted."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(grammar_trial, "MEAN_S", 2.0**-9)
+    monkeypatch.setattr(grammar_trial, "TOKEN_S", 2.0**-4)
+    try_out(FirstOnly(clock, 2.0**-4, 2.0**-9), 2)
+    with pytest.raises(GrammarError, match="at each place of an answer"):
+        try_out(Slow(clock, 2.0**-9 * 1.005, 2.0**-9 * 1.005), 2)
+
+
+class SlowAnswer(Slow):
+    """A grammar whose masks are slow in the first answer, and take no time in later ones."""
+
+    answers: ClassVar = [0]
+
+    def matcher(self) -> Slow:
+        self.answers[0] += 1
+        mask_s = self.mask_s if self.answers[0] == 1 else 0.0
+        return Slow(self.clock, mask_s, mask_s)
+
+
+def test_the_average_is_that_of_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(GrammarError, match="take 5 ms to find at each place of an answer"):
+        try_out(SlowAnswer(Clock(monkeypatch), 0.0, 0.01), 2)
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,8 @@ def test_a_module_stands_in_for_another_one_until_its_end() -> None:
     with processor._by_pillow(("lockstep_absent", "json.tool")):
         assert import_module("lockstep_absent") is sys.modules["json.tool"]
     assert "lockstep_absent" not in sys.modules
+    with processor._by_pillow(("lockstep_absent", "json.tool")):
+        assert "lockstep_absent" in sys.modules, "the second module is imported by now"
     with pytest.raises(KeyError), processor._by_pillow(("lockstep_absent", "json.tool")):
         raise KeyError
     assert "lockstep_absent" not in sys.modules
@@ -222,6 +224,7 @@ IMAGES = {"image_token": "<i>", "image_processor": object()}
              "boi_token": "<boi>", **IMAGES},
             {"audio": ("<a>", 5), "video": ("<v>", 6)},
         ),
+        ({"audio_token_id": 5}, {"audio_token": "<a>", "feature_extractor": object()}, {"audio": ("<a>", 5)}),
         ({"image_token_id": 5, "video_token_id": 6}, {**IMAGES, "video_token": "<v>"}, {"image": ("<i>", 5)}),
         ({"image_token_id": 5, "video_token_id": 6}, {**IMAGES, "video_processor": object()}, {"image": ("<i>", 5)}),
     ],
