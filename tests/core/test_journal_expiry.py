@@ -159,3 +159,11 @@ def test_a_journal_without_content_may_begin_with_any_segment(tmp_path: Path) ->
     with aged(tmp_path, [900, 600, 400, 300, 200, 100], "digests") as journal:
         assert journal.kept(Retention(age_s=500)) == [2, 3, 4, 5]
         assert not journal.snapshots
+
+
+def test_snapshots_of_segments_that_expire_do_not_count_for_those_that_stay(tmp_path: Path) -> None:
+    with aged(tmp_path, [OLD_S] * 6) as journal:
+        for path in journal.folder.glob("snapshot-*"):
+            path.write_bytes(bytes(100_000))
+        sizes = sum(path.stat().st_size for path in journal.segments)
+        assert journal.kept(Retention(bytes_max=4 * 100_000 + sizes)) == [2, 3, 4, 5]

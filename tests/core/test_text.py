@@ -235,3 +235,12 @@ def test_operators_have_results_up_to_a_size(monkeypatch: pytest.MonkeyPatch, no
         applied(1, "+", 1)
     with pytest.raises(jinja2.TemplateError, match="it takes longer than 5 s"):
         applied.environment.call(applied.context, len, "a")
+
+
+@pytest.mark.parametrize("prompt", [(2, 0, 0, 0, 0), (2, 2, 1, 1, 1, 1, 0), (0, 0), (0,), (2, 0)])
+def test_the_first_piece_behind_bytes_that_are_no_character_has_no_text_of_the_prompt(
+    prompt: tuple[int, ...], tmp_path: Path
+) -> None:
+    text = text_of(tmp_path, {"Ã": 0, "©": 1, "x": 2})
+    step = text.stream(prompt)
+    assert [step(1), step(2)] == ["é", "x"]

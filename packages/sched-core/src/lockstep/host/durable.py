@@ -202,13 +202,13 @@ class DurableJournal:
 
     def _first_kept(self, segments: list[Path], starts: list[Path]) -> Path:
         """Return the segment with which the journal begins from now on, out of the possible ones in `starts`."""
-        sizes = {path: path.stat().st_size for path in segments}
-        snapshots = sum(path.stat().st_size for path in self.writer.folder.glob("snapshot-*"))
+        snapshots = {path.name: path.stat().st_size for path in self.writer.folder.glob("snapshot-*")}
+        sizes = {path: path.stat().st_size + snapshots.get(self._openings[path], 0) for path in segments}
         first, now_s, age_s = segments[0], time.time(), self.retention.age_s
         for start in starts:
             if start <= first:
                 continue
-            kept = snapshots + sum(size for path, size in sizes.items() if path >= first)
+            kept = sum(size for path, size in sizes.items() if path >= first)
             ended_s = segments[segments.index(start) - 1].stat().st_mtime
             fits = kept <= self.retention.bytes_max and (age_s is None or now_s - ended_s <= age_s)
             if fits or now_s - ended_s < RECENT_S:

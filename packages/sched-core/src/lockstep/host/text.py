@@ -8,6 +8,7 @@ output checks a `Budget`. The caller supplies the time for `strftime_now`, so th
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 import time
@@ -34,7 +35,7 @@ TEMPLATE_CHARACTERS = 2**27
 """Default limits of a chat template: seconds, and characters of output."""
 
 CONTEXT = 32  # preceding tokens that may affect the text of a token: a space, bytes of one character
-INCOMPLETE, BYTES_MAX = "\N{REPLACEMENT CHARACTER}", 4  # text of bytes that are no character; bytes of the longest one
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # text of bytes that are no character
 
 
 class Text:
@@ -110,37 +111,35 @@ class Text:
         """
         dropped, skip = self._dropped or frozenset(), self._dropped is None
         recent = [token for token in prompt_ids[-CONTEXT:] if token >= 0 and token not in dropped]
-        stream = self._stream_behind(recent, skip)
+        stream = DecodeStream(ids=list(recent), skip_special_tokens=skip)
+        unfinished = self._unfinished(recent, skip)
 
         def step(token: int) -> str:
-            nonlocal stream
+            nonlocal stream, unfinished
             if token in dropped:
                 return ""
             before = list(recent)
             recent.append(token)
             del recent[:-CONTEXT]
             try:
-                return stream.step(self.tokenizer, token) or ""
+                piece = stream.step(self.tokenizer, token) or ""
             except Exception:  # the library's only error: bytes that began a character do not complete one
                 stream = DecodeStream(ids=list(recent), skip_special_tokens=skip)
+                unfinished = self._unfinished(recent, skip)
                 return self.decode([*before, token])[len(self.decode(before)) :]
+            if piece and unfinished:  # the stream has had no text yet, so the piece begins with that of `recent`
+                equal = itertools.takewhile(bool, map(str.__eq__, piece, unfinished))
+                piece, unfinished = piece[sum(equal) :], ""
+            return piece
 
         return step
 
-    def _stream_behind(self, recent: Sequence[int], skip: bool) -> DecodeStream:
-        """Return a stream behind tokens. If they end inside a character, its first piece is this character alone."""
-        if recent and self.tokenizer.decode(recent[-1:], skip_special_tokens=skip).endswith(INCOMPLETE):
-            for count in range(1, min(BYTES_MAX, len(recent) + 1)):  # tokens of the character
-                before, begun = list(recent[:-count]), recent[-count:]
-                if not self.tokenizer.decode(before, skip_special_tokens=skip).endswith(INCOMPLETE):
-                    stream = DecodeStream(ids=before, skip_special_tokens=skip)
-                    try:
-                        for token in begun:
-                            stream.step(self.tokenizer, token)
-                    except Exception:  # the library's only error: bytes that began a character do not complete one
-                        break
-                    return stream
-        return DecodeStream(ids=list(recent), skip_special_tokens=skip)
+    def _unfinished(self, recent: Sequence[int], skip: bool) -> str:
+        """Return the text of tokens that end inside a character; "": they do not."""
+        if not recent or not self.tokenizer.decode(recent[-1:], skip_special_tokens=skip).endswith(INCOMPLETE):
+            return ""
+        text = self.tokenizer.decode(list(recent), skip_special_tokens=skip)
+        return text if text.endswith(INCOMPLETE) else ""
 
     def chat(
         self,
