@@ -218,6 +218,14 @@ def test_damage_is_named(said: str, damage: Damage) -> None:
         invariants.check(engine)
 
 
+def test_damage_at_work_is_found_by_the_check_of_hosts() -> None:
+    engine = engine_at_work()
+    invariants.self_check(engine)
+    page_lost(engine)
+    with pytest.raises(InvariantError, match=r"^S1 pages: .*expected 32; without an owner"):
+        invariants.self_check(engine)
+
+
 def assert_named(engine: Engine, damage: Damage, said: str) -> None:
     damage(engine)
     with pytest.raises(InvariantError) as error:

@@ -164,6 +164,24 @@ def test_segments_rotate_and_read_as_one(tmp_path: Path, durability: str) -> Non
     assert events_of(tmp_path) == events
 
 
+def test_segment_that_is_exactly_full_is_followed_by_the_next(tmp_path: Path) -> None:
+    with JournalWriter.create(tmp_path / "probe", HEADER) as writer:
+        writer.append(EVENTS[0], bytes(16))
+        writer.flush()
+        full = writer.segment_bytes
+    for segment_bytes, segment in ((full, 1), (full + 1, 0)):
+        with JournalWriter.create(tmp_path / str(segment_bytes), HEADER, segment_bytes=segment_bytes) as writer:
+            writer.append(EVENTS[0], bytes(16))
+            writer.flush()
+            assert writer.segment == segment
+
+
+def test_records_keep_their_places_in_a_journal_read_from_a_later_segment(tmp_path: Path) -> None:
+    write(tmp_path, EVENTS * 20, segment_bytes=4096)
+    whole, part = read_journal(tmp_path), read_journal(tmp_path, first_segment=2)
+    assert list(part.records()) == [record for record in whole.records() if record.segment >= 2]
+
+
 def test_flushed_records_are_in_the_file_before_close(tmp_path: Path) -> None:
     writer = JournalWriter.create(tmp_path, HEADER)
     writer.append(EVENTS[0], bytes(16))
@@ -643,6 +661,15 @@ def test_repair_syncs_the_cut_file_and_the_folder(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "fsync", note)
     assert read_journal(tmp_path, repair=True).tail.verdict == "clean"
     assert synced == ["00000000.log", "journal"]
+
+
+def test_repair_leaves_no_file_open(tmp_path: Path) -> None:
+    write(tmp_path, EVENTS)
+    path = tmp_path / "journal/00000000.log"
+    path.write_bytes(path.read_bytes()[:-3])
+    assert read_journal(tmp_path, repair=True).tail.verdict == "clean"
+    still_open = [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+    assert [name for name in still_open if name.startswith(os.path.realpath(tmp_path))] == []
 
 
 def test_failed_fsync_of_the_folder_stops_the_journal(tmp_path: Path) -> None:
