@@ -26,6 +26,7 @@ def test_a_first_request_may_start_behind_more_pages_than_the_tables_are_wide() 
     step = engine.step(RequestArrived(1, request_id=0, prompt=TokenIds(prompt.tobytes()), max_new_tokens=2))
     order = _only(step, PrefetchFromStorage)
     assert isinstance(order, PrefetchFromStorage)
+    assert (order.blocks, order.reached) == ((), 0), "without windows and states, a prefetch is of pages only"
     engine.step(PrefetchFinished(2, order.prefetch_id, len(order.keys)))
     load = _only(engine.step(LaneReady(3)), LoadFromHost)
     assert isinstance(load, LoadFromHost)
