@@ -327,6 +327,27 @@ def test_full_reserve_of_windows_may_be_used_to_the_last_page(window_pages: int,
     assert all(made.answers[key] == asked(key).answer for key in range(2))
 
 
+@pytest.mark.parametrize(("window_pages", "third"), [(9, "receiving"), (8, "preallocating")])
+def test_next_window_page_of_a_decode_is_kept_from_a_request_that_comes(window_pages: int, third: str) -> None:
+    """A decode opens a page. The page that it unlocks stays locked: a request that was cancelled in flight reads it.
+
+    With 8 window pages, the page that the decode opens would be one of the three that the third request receives.
+    """
+    windows = HybridMemory(window_tokens=5, window_pages=window_pages)
+    made = fleet(LAYERS["windows"], decode=windows, reserve="full", overlap_depth=0)
+    prompt = tuple(range(100, 110))
+    made.arrive(Asked(0, prompt, 2))
+    made.settle()
+    first, second = (made.arrive(Asked(key, prompt, 20)) for key in (1, 2))
+    made.settle_until(lambda: made.members["d0"].engine.running_batch.size == 2)
+    made.cancel(second, "d0")
+    made.arrive(asked(3, max_new=2))
+    assert state(made, "d0", 3) == third
+    made.settle()
+    assert made.answers[1] == first.asked.answer
+    assert made.answers[3] == asked(3, max_new=2).answer
+
+
 def test_chunked_request_is_not_held_up_by_one_that_has_come_and_gets_no_row() -> None:
     """One request may run. It is computed here, chunk by chunk; the received windows of another are in its way."""
     made = fleet(
