@@ -163,10 +163,11 @@ def test_a_trial_is_a_process_of_its_own_session_with_the_paths_of_this_one(monk
 
 
 def test_a_trial_that_answered_in_time_is_not_killed_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "START_S", 0.05)
     process = Process(messages(""), None)
     trial_of(monkeypatch, process)
-    threading.Event().wait(0.1)
+    for timer in [one for one in threading.enumerate() if isinstance(one, threading.Timer)]:
+        timer.join(ANSWER_S)
+        assert not timer.is_alive()
     assert not process.killed
 
 

@@ -217,11 +217,11 @@ def test_a_mask_is_counted_by_the_quicker_of_two_times(monkeypatch: pytest.Monke
 class FirstOnly(Slow):
     """A matcher of which the first one has a slow first mask."""
 
-    made: ClassVar = [0]
+    made = 0
 
     def matcher(self) -> Slow:
-        self.made[0] += 1
-        return Slow(self.clock, self.first_s if self.made[0] == 1 else self.mask_s, self.mask_s)
+        self.made += 1
+        return Slow(self.clock, self.first_s if self.made == 1 else self.mask_s, self.mask_s)
 
 
 def test_masks_may_take_the_longest_time_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,11 +237,11 @@ def test_masks_may_take_the_longest_time_on_average(monkeypatch: pytest.MonkeyPa
 class SlowAnswer(Slow):
     """A grammar whose masks are slow in the first answer, and take no time in later ones."""
 
-    answers: ClassVar = [0]
+    answers = 0
 
     def matcher(self) -> Slow:
-        self.answers[0] += 1
-        mask_s = self.mask_s if self.answers[0] == 1 else 0.0
+        self.answers += 1
+        mask_s = self.mask_s if self.answers == 1 else 0.0
         return Slow(self.clock, mask_s, mask_s)
 
 

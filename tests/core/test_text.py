@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,3 +246,16 @@ def test_the_first_piece_behind_bytes_that_are_no_character_has_no_text_of_the_p
     text = text_of(tmp_path, {"Ã": 0, "©": 1, "x": 2})
     step = text.stream(prompt)
     assert [step(1), step(2)] == ["é", "x"]
+
+
+def test_an_answer_has_what_its_prompt_does_not_have(tmp_path: Path) -> None:
+    """All prompts of up to three tokens of a vocabulary with bytes of two characters, and answers that end with `x`."""
+    vocabulary = {"Ã": 0, "©": 1, "x": 2, "â": 3, "Ĥ": 4, "¬": 5}
+    text = text_of(tmp_path, vocabulary)
+    for count in range(4):
+        for prompt in itertools.product(vocabulary.values(), repeat=count):
+            for answer in itertools.product((0, 1, 3), repeat=2):
+                step = text.stream(prompt)
+                before, whole = text.decode(prompt), text.decode((*prompt, *answer, 2))
+                pieces = "".join(step(token) for token in (*answer, 2))
+                assert pieces == whole[len(os.path.commonprefix([before, whole])) :]  # noqa: RUF071

@@ -107,7 +107,8 @@ class Text:
     def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
         """Return a function that decodes token by token after a prompt: it returns the text that a token completes.
 
-        This is "" for a token that completes no character.
+        This is "" for a token that completes no character. Behind a prompt that ends inside a character, the first text
+        is that of prompt and answer together, without what it has in common with the text of the prompt.
         """
         dropped, skip = self._dropped or frozenset(), self._dropped is None
         recent = [token for token in prompt_ids[-CONTEXT:] if token >= 0 and token not in dropped]
