@@ -4,6 +4,7 @@
     python tests/mutants.py core --sample 600 --seed 1    600 of them, drawn by a seed
     python tests/mutants.py core --match "radix.py"       the mutants with this text in their names
     python tests/mutants.py core --again                  those that survived before, with a larger budget of tests
+    python tests/mutants.py core --budget 6 --histories 0  a first pass: random histories find 3 of 1,000
     python tests/mutants.py core --measure                which test runs which line; done by itself if it is missing
     python tests/mutants.py --table FILE                  the table of all results by module
 
@@ -185,7 +186,9 @@ def finds_by_histories(budget_s: float) -> Callable[[Mutant], bool]:
     return finds
 
 
-def run(name: str, mutants: Iterable[Mutant], tests: Sequence[str], budget_s: float, jobs: int) -> None:
+def run(
+    name: str, mutants: Iterable[Mutant], tests: Sequence[str], budget_s: float, histories_s: float, jobs: int
+) -> None:
     """Run mutants of a target under some of its tests, and keep each result."""
     target, folder = TARGETS[name], KEPT / name
     todo = list(mutants)
@@ -205,8 +208,10 @@ def run(name: str, mutants: Iterable[Mutant], tests: Sequence[str], budget_s: fl
                     flush=True,
                 )
 
-        further = finds_by_histories(budget_s) if target.histories else None
-        plugin = Mutating(Tests(folder), todo, report, budget_s=budget_s, jobs=jobs, further=further)
+        further = finds_by_histories(histories_s) if target.histories and histories_s > 0 else None
+        plugin = Mutating(
+            Tests(folder), todo, report, budget_s=budget_s, jobs=jobs, further=further, further_s=histories_s
+        )
         run_pytest(plugin, [*tests, *_deselected()])
 
 
@@ -261,7 +266,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--match", default="", help="text in the name of a mutant")
     parser.add_argument("--again", action="store_true", help="run those that survived before once more")
-    parser.add_argument("--budget", type=float, default=15.0, help="seconds of tests a mutant, and of histories behind")
+    parser.add_argument("--budget", type=float, default=15.0, help="seconds of tests a mutant")
+    parser.add_argument("--histories", type=float, help="seconds of random histories behind (default: as --budget)")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--tests", nargs="+", help="only these tests of the target, which is quicker and finds fewer")
     parser.add_argument("--measure", action="store_true", help="only record which test runs which line")
@@ -282,7 +288,8 @@ def main() -> int:
     )
     todo = [one for one in chosen if _is_open(one, before.get(one.name), again=asked.again)]
     print(f"{len(chosen)} mutants, {len(todo)} to run", flush=True)
-    run(asked.target, todo, tests, asked.budget, asked.jobs)
+    histories_s = asked.budget if asked.histories is None else asked.histories
+    run(asked.target, todo, tests, asked.budget, histories_s, asked.jobs)
     after, equal = results_of(asked.target), known()
     lost = [one for one in chosen if after[one.name].verdict in ("survived", "uncovered") and one.name not in equal]
     for one in lost:

@@ -7,6 +7,7 @@ processor time than its tests need, or that waits without end, is stopped: its m
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -163,15 +164,16 @@ class Mutating(Repeatable):
         budget_s: float,
         jobs: int = 1,
         further: Callable[[Mutant], bool] | None = None,
+        further_s: float = 0.0,
         cpu_min_s: float = CPU_MIN_S,
     ) -> None:
         """`report` takes each verdict; `budget_s` of tests a mutant; `further` looks for it if no test has found it.
 
-        `cpu_min_s`: processor time that a child may use in any case.
+        `further_s`: processor time that `further` is expected to use. `cpu_min_s`: what a child may use in any case.
         """
         self._cpu_min_s = cpu_min_s
         self._tests, self._mutants, self._report = tests, mutants, report
-        self._budget_s, self._jobs, self._further = budget_s, jobs, further
+        self._budget_s, self._jobs, self._further, self._further_s = budget_s, jobs, further, further_s
         self._kills: dict[str, int] = {}
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -179,6 +181,8 @@ class Mutating(Repeatable):
         items = {item.nodeid: item for item in session.items}
         functions = LiveFunctions({mutant.path for mutant in self._mutants})
         running: dict[int, _Child] = {}
+        gc.collect()
+        gc.freeze()  # children do not search the objects of their parent for garbage, which would copy their pages
         for mutant in self._mutants:
             costs = {name: cost for name, cost in self._tests.of(mutant).items() if name in items}
             if not costs:
@@ -206,7 +210,7 @@ class Mutating(Repeatable):
 
     def _fork(self, mutant: Mutant, items: list[pytest.Item], functions: LiveFunctions) -> tuple[int, _Child]:
         expected_s = sum(self._tests.seconds[item.nodeid] for item in items)
-        further_s = 2 * self._budget_s if self._further is not None else 0.0
+        further_s = 2 * self._further_s if self._further is not None else 0.0
         reads, writes = os.pipe()
         pid = os.fork()
         if not pid:
