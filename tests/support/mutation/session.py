@@ -1,8 +1,8 @@
 """Runs mutants under tests that were collected once: each mutant in a fork of the process that collected them.
 
 `Measuring` records which test runs which line, and how long it takes. `Mutating` forks for each mutant; the child puts
-it into effect and runs the tests of its lines, in the order of `Tests.of`, until one fails. A child that uses much more
-processor time than its tests need, or that waits without end, is stopped: its mutant is found too.
+it into effect and runs the tests of its lines, in the order of `Tests.of`, until one fails. A child is stopped if
+a test uses much more processor time than it needed, or if the child waits without end: its mutant is found too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import signal
 import sqlite3
 import sys
@@ -38,7 +37,7 @@ LINES_OF_FILE = """
 """  # the schema is documented: https://coverage.readthedocs.io/en/latest/dbschema.html
 FURTHER = "further check"  # the name of `Mutating.further` as what found a mutant
 TEST_S_MAX = 20.0  # tests that take longer are left out
-CPU_MIN_S, SLOWER = 5.0, 4.0  # a child may use this much, and this many times what its tests need
+CPU_MIN_S, SLOWER = 2.0, 4.0  # a test of a child may use this much, and this many times what it needed
 WAITING_MIN_S, WAITING = 60.0, 20.0  # the same of elapsed time, on a busy machine
 BUILT, UNBUILT, FAILED = 0, 3, 1  # exit statuses of a child
 
@@ -92,11 +91,15 @@ class Repeatable:
 
     def pytest_sessionstart(self) -> None:
         """Set the profile before tests are imported. Pytest rewrites Hypothesis, so it is not imported before that."""
-        from hypothesis import HealthCheck, settings
+        from hypothesis import HealthCheck, Phase, settings
 
-        slow = [HealthCheck.too_slow]
         settings.register_profile(
-            "repeatable", deadline=None, suppress_health_check=slow, derandomize=True, database=None
+            "repeatable",
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+            derandomize=True,
+            database=None,
+            phases=[Phase.explicit, Phase.generate, Phase.target],  # a failure is enough, it is not made smaller
         )
         settings.load_profile("repeatable")
 
@@ -169,7 +172,7 @@ class Mutating(Repeatable):
     ) -> None:
         """`report` takes each verdict; `budget_s` of tests a mutant; `further` looks for it if no test has found it.
 
-        `further_s`: processor time that `further` is expected to use. `cpu_min_s`: what a child may use in any case.
+        `further_s`: processor time that `further` is expected to use. `cpu_min_s`: what each test may use in any case.
         """
         self._cpu_min_s = cpu_min_s
         self._tests, self._mutants, self._report = tests, mutants, report
@@ -210,17 +213,15 @@ class Mutating(Repeatable):
 
     def _fork(self, mutant: Mutant, items: list[pytest.Item], functions: LiveFunctions) -> tuple[int, _Child]:
         expected_s = sum(self._tests.seconds[item.nodeid] for item in items)
-        further_s = 2 * self._further_s if self._further is not None else 0.0
+        expected_s += self._further_s if self._further is not None else 0.0
         reads, writes = os.pipe()
         pid = os.fork()
         if not pid:
             os.setsid()
-            cpu_s = int(self._cpu_min_s + SLOWER * expected_s + further_s)
-            resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
             self._run(mutant, items, functions, writes)
         os.close(writes)
         now_s = time.monotonic()
-        return pid, _Child(mutant, reads, now_s, now_s + WAITING_MIN_S + WAITING * (expected_s + further_s))
+        return pid, _Child(mutant, reads, now_s, now_s + WAITING_MIN_S + WAITING * expected_s)
 
     def _run(self, mutant: Mutant, items: list[pytest.Item], functions: LiveFunctions, pipe: int) -> None:
         """Run the tests in the child, which ends here."""
@@ -235,15 +236,21 @@ class Mutating(Repeatable):
                 status = UNBUILT
                 return
             for item, following in zip(items, [*items[1:], None], strict=True):
+                self._limit(self._tests.seconds[item.nodeid])
                 if any(one.failed for one in runtestprotocol(item, log=False, nextitem=following)):
                     os.write(pipe, item.nodeid.encode())
                     return
+            self._limit(self._further_s)
             if self._further is not None and self._further(mutant):
                 os.write(pipe, FURTHER.encode())
                 return
             status = BUILT
         finally:
             os._exit(status)
+
+    def _limit(self, expected_s: float) -> None:
+        """End this process by a signal once it has used much more processor time than is expected from now on."""
+        signal.setitimer(signal.ITIMER_PROF, self._cpu_min_s + SLOWER * expected_s)
 
     def _collect(self, running: dict[int, _Child]) -> None:
         """Wait until a child has ended, or has run too long, and report its verdict."""
