@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -14,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from numpy.typing import NDArray
 
 from lockstep.core.contract.errors import InvariantError
-from lockstep.core.kv.radix import LockError, RadixCache
-from lockstep.core.requests.radix_node import RadixNode
+from lockstep.core.kv.radix import LockError, Match, RadixCache
+from lockstep.core.kv.radix_shares import SharedRadixCache
+from lockstep.core.requests.radix_node import Found, RadixNode
 
 ALL = 1 << 30  # more pages than any prompt here has
 
@@ -58,6 +60,19 @@ def test_the_longest_whole_page_prefix_matches() -> None:
 def test_a_match_is_never_longer_than_asked_for() -> None:
     cache = cache_of(tokens(1, 2, 3))
     assert [cache.match("", tokens(1, 2, 3), cap).pages for cap in (0, 1, 2, 3, 4)] == [0, 1, 2, 3, 3]
+    assert [cache.find("", tokens(1, 2, 3), cap).pages for cap in (0, 1, 2, 3, 4)] == [0, 1, 2, 3, 3]
+
+
+def test_a_match_ends_where_the_tokens_end() -> None:
+    cache = cache_of(tokens(1, 2, 3))
+    assert cache.match("", tokens(1, 2), ALL).pages == 2
+    assert cache.find("", tokens(1, 2), ALL).pages == 2
+
+
+def test_a_match_of_nothing_ends_in_no_node_and_has_no_pages() -> None:
+    cache = cache_of(tokens(1, 2))
+    assert cache.match("", tokens(9), ALL) == Match("", None, 0, 0, 0)
+    assert cache.match("another tenant", tokens(1, 2), ALL) == Match("another tenant", None, 0, 0, 0)
 
 
 def test_a_match_has_its_end_inside_an_edge() -> None:
@@ -86,6 +101,92 @@ def test_a_match_counts_its_pages_without_a_lock() -> None:
     lock(cache, tokens(1, 2))
     assert cache.match("", tokens(1, 2, 3), ALL).evictable_pages == 1
     assert cache.match("", tokens(1), ALL).evictable_pages == 0
+
+
+# ---- remember a match
+
+
+def insert(cache: RadixCache, *ids: int) -> RadixNode:
+    return cache.insert("", tokens(*ids), np.array(ids, dtype=np.int32)).node
+
+
+def lose(cache: RadixCache, count: int) -> None:
+    assert len(cache.evict(count)) == count
+
+
+def hide(cache: RadixCache, *ids: int, behind: int) -> None:
+    node = cache.match("", tokens(*ids), ALL).node
+    assert node is not None
+    cache.invalidate(node, behind)
+
+
+Change = Callable[[RadixCache], object]
+CHANGES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[Change, ...], int]] = {
+    "it goes on": ((1, 2), (1, 2, 3), (lambda cache: insert(cache, 1, 2, 3),), 3),
+    "its tail is evicted": ((1, 2), (1, 2, 3), (lambda cache: lose(cache, 1),), 1),
+    "all of it is evicted": ((1, 2), (1, 2, 3), (lambda cache: lose(cache, 2),), 0),
+    "it goes on for a while, then its tail is evicted": (
+        (1, 2),
+        (1, 2, 3),
+        (lambda cache: insert(cache, 1, 2, 3), lambda cache: lose(cache, 2)),
+        1,
+    ),
+    "it goes on from inside an edge": ((1, 2, 3, 4), (1, 2, 9), (lambda cache: insert(cache, 1, 2, 9),), 3),
+    "it goes on from inside an edge that has got longer": (
+        (1, 2, 3, 4),
+        (1, 2, 9),
+        (
+            lambda cache: insert(cache, 1, 2),
+            lambda cache: insert(cache, 1, 2, 3, 4, 5),
+            lambda cache: insert(cache, 1, 2, 9),
+        ),
+        3,
+    ),
+    "the first page of a namespace is cached": ((), (5,), (lambda cache: insert(cache, 5),), 1),
+    "the namespace was empty in between": (
+        (1,),
+        (5,),
+        (lambda cache: lose(cache, 1), lambda cache: insert(cache, 5)),
+        1,
+    ),
+    "the namespace was fuller, then empty in between": (
+        (1,),
+        (5,),
+        (lambda cache: insert(cache, 2), lambda cache: lose(cache, 2), lambda cache: insert(cache, 5)),
+        1,
+    ),
+    "it is hidden": ((1, 2), (1, 2, 3), (lambda cache: hide(cache, 1, 2, behind=0),), 0),
+    "its end is hidden": (
+        (1, 2),
+        (1, 2, 3),
+        (lambda cache: insert(cache, 1), lambda cache: hide(cache, 1, 2, behind=1)),
+        1,
+    ),
+    "it is hidden with what lies below": (
+        (1, 2),
+        (1, 2, 3),
+        (lambda cache: insert(cache, 1, 2, 3), lambda cache: hide(cache, 1, 2, 3, behind=0)),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["lru", "parts"])
+@pytest.mark.parametrize(("cached", "prompt", "changes", "then"), CHANGES.values(), ids=CHANGES)
+def test_a_remembered_match_is_void_once(
+    cached: tuple[int, ...], prompt: tuple[int, ...], changes: tuple[Change, ...], then: int, shared: bool
+) -> None:
+    cache = SharedRadixCache(1, None, 4) if shared else RadixCache(1)
+    if cached:
+        insert(cache, *cached)
+    found = cache.find("", tokens(*prompt), ALL)
+    assert found.node.version == found.version
+    for change in changes:
+        change(cache)
+        cache.check([])
+    assert found.node.version != found.version
+    assert cache.find("", tokens(*prompt), ALL).pages == then
+    assert cache.find("", tokens(*prompt), ALL, found) == cache.find("", tokens(*prompt), ALL)
 
 
 # ---- insert
@@ -244,6 +345,19 @@ def test_the_epoch_rises_only_when_a_match_can_change() -> None:
     assert cache.epoch == epoch + 2
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["lru", "parts"])
+def test_each_leaf_is_reported_once_before_its_pages_are_taken(shared: bool) -> None:
+    cache = SharedRadixCache(1, None, 4) if shared else RadixCache(1)
+    insert(cache, 1, 2, 3)
+    insert(cache, 7, 8)
+    reported: list[list[int]] = []
+    cache.on_evict = lambda leaf: reported.append(cache.pages_of(leaf).tolist())
+    assert cache.evict(4).tolist() == [3, 2, 1, 8]
+    assert reported == [[1, 2, 3], [7, 8]]
+    assert cache.evict(1).tolist() == [7]
+    assert reported == [[1, 2, 3], [7, 8], [7]]
+
+
 def test_trim_holds_the_cache_to_its_capacity_as_far_as_locks_allow() -> None:
     cache = RadixCache(1, capacity_pages=2)
     node = cache.insert("", tokens(1, 2, 3), pages(0, 1, 2)).node
@@ -295,6 +409,22 @@ def test_check_names_what_is_broken_with_its_numbers() -> None:
     handle.pages = pages(1, 2, 3)[:2]
     with pytest.raises(InvariantError, match=r"S10: .* a view"):
         cache.check([handle])
+
+
+def test_check_names_a_root_with_pages_and_a_visible_node_below_a_hidden_one() -> None:
+    cache = cache_of(tokens(1), tokens(1, 2))
+    below = cache.match("", tokens(1, 2), ALL).node
+    assert below is not None
+    cache.invalidate(below, 0)
+    cache.check([])
+    below.invalidated = False
+    with pytest.raises(InvariantError, match=r"S10: .* has been inserted below .*, which no match finds any more"):
+        cache.check([])
+    below.invalidated = True
+    root = next(cache.walk())
+    root.key, root.pages = tokens(9), pages(9)
+    with pytest.raises(InvariantError, match=r"S10: root .* of '' has 1 pages or a double"):
+        cache.check([])
 
 
 # ---- any history
@@ -361,6 +491,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.cache = RadixCache(page_tokens, capacity)
         self.model = PageModel(page_tokens)
         self.held: list[Held] = []
+        self.found: dict[tuple[str, bytes, int], Found] = {}
         self.next_page = 0
 
     def node(self, number: int) -> RadixNode:
@@ -405,6 +536,13 @@ class RadixMachine(RuleBasedStateMachine):
             self.model.stamp(path)
             self.held.append(Held(node.number, path))
 
+    @rule(namespace=namespaces, prompt=prompts, cap=st.integers(0, 12))
+    def find(self, namespace: str, prompt: bytes, cap: int) -> None:
+        known = self.found.get((namespace, prompt, cap))
+        found = self.found[namespace, prompt, cap] = self.cache.find(namespace, prompt, cap, known)
+        assert found == self.cache.find(namespace, prompt, cap)
+        assert found.pages == len(self.model.path(namespace, prompt)[:cap])
+
     @rule(which=st.integers(0, 99), again=st.booleans())
     def unlock(self, which: int, again: bool) -> None:
         if self.held:
@@ -437,6 +575,7 @@ class RadixMachine(RuleBasedStateMachine):
         state = self.cache.dump()
         self.cache = RadixCache.load(msgspec.msgpack.decode(msgspec.msgpack.encode(state)))
         assert self.cache.dump() == state
+        self.found.clear()  # versions are not stored
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -449,6 +588,9 @@ class RadixMachine(RuleBasedStateMachine):
         for handle in self.held:
             wanted = [self.model.cached[key] for key in handle.path]
             assert self.cache.pages_of(self.node(handle.number)).tolist() == wanted
+        for (namespace, prompt, cap), found in self.found.items():
+            if found.node.version == found.version:
+                assert found.pages == len(self.model.path(namespace, prompt)[:cap])
 
 
 TestAnyHistory = RadixMachine.TestCase

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError, InvariantError
 from lockstep.core.contract.events import RequestArrived, TokenIds
 from lockstep.core.kv.radix import RadixCache
 from lockstep.core.kv.radix_kinds import radix_cache_of
@@ -106,6 +106,39 @@ def test_parts_grow_when_a_tenant_has_no_page_any_more() -> None:
     assert len(filled.cache.evict(6, by_age=True)) == 6
     assert filled.cache.pages_by == {"b": 6}
     assert filled.cache.part_pages == 12
+
+
+def test_a_leaf_that_gives_back_twice_is_reported_once() -> None:
+    """Its tenant is above its part first, then the one with most pages."""
+    filled = Filled(guaranteed=20)
+    filled.add("a", 1, 15)
+    filled.add("b", 2, 4)
+    reported: list[tuple[str, int]] = []
+    filled.cache.on_evict = lambda leaf: reported.append((tenant_of(leaf.namespace), leaf.stop))
+    filled.evict(8)
+    assert filled.cache.pages_by == {"a": 7, "b": 4}
+    assert reported == [("a", 15)]
+
+
+def test_a_tenant_without_cached_pages_leaves_no_queue() -> None:
+    filled = Filled(guaranteed=4)
+    for number in range(9):
+        filled.add(f"tenant {number}", 1, 5)
+        filled.evict(filled.cache.total_pages)
+    assert len(filled.cache.queues) <= 1
+    assert filled.cache.pages_by == {}
+
+
+def test_a_wrong_count_of_the_tree_or_of_a_tenant_is_named() -> None:
+    filled = Filled(guaranteed=4)
+    filled.add("a", 1, 3)
+    filled.cache.locked_pages = 1
+    with pytest.raises(InvariantError, match="S9: counters say 3 pages, 1 locked; recount 3, 0 locked"):
+        filled.cache.check(())
+    filled.cache.locked_pages = 0
+    filled.cache.pages_by["a"] = 2
+    with pytest.raises(InvariantError, match=r"S9: pages by tenant are {'a': 2}; recount {'a': 3}"):
+        filled.cache.check(())
 
 
 def test_pages_of_replaced_weights_go_by_age() -> None:

@@ -147,7 +147,7 @@ def _rows(engine: Engine, facts: Facts) -> None:
         misowned("S6 rows", len(table.holders), {"free": table.free_rows, "held": held, "deferred": deferred_rows})
     for request in engine.requests.values():
         if request.state is RequestState.WAITING:
-            if request.row != -1 or request.handle is not None or request.computed:
+            if request.row != -1 or request.handle is not None or request.computed or request.protected_pages:
                 fail(f"S6: {request.name} waits but holds row {request.row}, {request.computed} positions computed")
         elif table.holders[request.row] is not request:
             fail(f"S6: row {request.row} does not refer to {request.name}")

@@ -101,8 +101,6 @@ class DeviceMemory:
 
     def is_stale(self, namespace: str) -> bool:
         """Whether a namespace is for KV of replaced weights. Such KV is not shared."""
-        if VERSION_MARK not in namespace and not self.weights_version:
-            return False
         return namespace != self.keyed(namespace)
 
     def alloc(self, pages: int, reason: Literal["admission", "decode"], step: Step) -> Int32s:

@@ -289,7 +289,6 @@ class RadixCache:
                 short = 0
             else:
                 heappop(queue)
-                leaf.queued = False
                 taken.append(leaf.pages)
                 short = -keep
                 self._remove(leaf)
@@ -321,8 +320,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         assert parent.stop == pages
-        del parent.children[self._child_key(node)]
-        parent.version += 1
+        del parent.children[self._child_key(node)]  # no match that ends at the parent has used it
         nodes = list(_below(node))
         for one in nodes:
             one.invalidated = True
@@ -567,21 +565,13 @@ class RadixCache:
 
 
 class NoRadixCache(RadixCache):
-    """The radix cache of an engine without one: nothing matches, and nothing is locked or stored."""
+    """The radix cache of an engine without one: nothing is inserted, so nothing matches, and nothing is locked."""
 
     __slots__ = ()
     present = False
 
     def __init__(self) -> None:
         super().__init__(1)
-
-    def match(self, namespace: str, tokens: bytes, max_pages: int) -> Match:
-        """Return an empty match."""
-        return Match(namespace, None, 0, 0, 0)
-
-    def find(self, namespace: str, tokens: bytes, max_pages: int, known: Found | None = None) -> Found:
-        """Return the end of an empty match, which is always valid."""
-        return Found(self.no_node, 0, 0)
 
     def hold(self, match: Match) -> None:
         """Return no handle: there is nothing to lock."""

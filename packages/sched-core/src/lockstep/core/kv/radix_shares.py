@@ -88,9 +88,7 @@ class SharedRadixCache(RadixCache):
             if keep := len(leaf.pages) - size:
                 taken.append(self._shortened(leaf, keep))
             else:
-                queue = self.queues[tenant]
-                heappop(queue)
-                leaf.queued = False
+                heappop(self.queues[tenant])
                 taken.append(leaf.pages)
                 self._remove(leaf)
         self.evicted_of = tuple(sorted(evicted.items()))
