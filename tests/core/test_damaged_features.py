@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from lockstep.core import invariants
 from lockstep.core.contract.errors import InvariantError
+from lockstep.core.kv.deferred import Lent
 from lockstep.core.kv.operations import Operation
 from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.scheduler.engine import Engine
@@ -111,6 +112,26 @@ config page_size=2 pages=16 overlap_depth=0
 
 add a prompt=1..5 max_new=2
 run
+"""
+
+IDLE_WINDOWS = """
+config page_size=2 pages=20 overlap_depth=0 hybrid.window_tokens=5 hybrid.window_pages=20
+
+add a prompt=1..9 max_new=2
+run
+"""
+LOADING = """
+config page_size=2 pages=12 overlap_depth=0 tiers.host_pages=20 tiers.load_tokens_min=1
+
+add a prompt=1..9 max_new=1
+run
+moved
+add b prompt=21..43 max_new=1
+run
+moved
+add c prompt=1..9 max_new=1
+step
+cancel c
 """
 
 
@@ -292,6 +313,30 @@ def test_damage_is_found_at_rest_too(damage: Damage) -> None:
         invariants.check_quiescent(engine)
     with pytest.raises(InvariantError):
         invariants.self_check(engine)
+
+
+def test_a_row_that_is_still_lent_at_rest_is_named() -> None:
+    engine = engine_behind(IDLE)
+    engine.memory.deferred.lent[0] = Lent(0, [])
+    with pytest.raises(InvariantError, match=r"^L9: `lent` is not empty at rest"):
+        engine.memory.check_at_rest()
+
+
+def test_a_window_that_is_still_locked_at_rest_is_named() -> None:
+    engine = engine_behind(IDLE_WINDOWS)
+    engine.memory.check_at_rest()
+    window(engine).locks[0] = 1
+    with pytest.raises(InvariantError, match=r"^L9 locked window pages: 1, expected 0"):
+        engine.memory.check_at_rest()
+
+
+def test_pages_that_a_load_without_a_request_fills_are_counted_at_rest() -> None:
+    memory = engine_behind(LOADING).memory
+    assert memory.operations.loading_pages == 4
+    memory.check_at_rest()
+    memory.operations.clear()
+    with pytest.raises(InvariantError, match=r"^L9 free pages and cached pages: 8, expected 12"):
+        memory.check_at_rest()
 
 
 def test_whatever_is_empty_at_rest_is_checked_for_every_component() -> None:

@@ -375,7 +375,6 @@ class Memory(DeviceMemory, Component):
         for _, pages in self.deferred.pages:
             self.pool.free(pages)
         self.deferred.pages = []
-        self.rewrites = []
         self.pending = []
         self.hybrid.void()
         for void in self._voids:
@@ -414,10 +413,8 @@ class Memory(DeviceMemory, Component):
             self.hybrid.replaced(row, duplicates, own[twice], request.protected_pages)
             self.rewrites.append(Rewrite(row, request.protected_pages, own[twice].copy()))
             freed = self._free_behind(row, duplicates)
-        if request.handle is not None:
-            radix.move_down(request.handle, node)
-        else:
-            radix.lock_node(node)
+        assert request.handle is not None  # a row with a radix cache locks a path, if only a root
+        radix.move_down(request.handle, node)
         if writer is not None and already < pages:
             self.pending += [Pending(batch_id, node, already) for batch_id in self._writers(request)]
         request.handle = node
