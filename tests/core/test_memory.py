@@ -41,3 +41,18 @@ steps {launched}
 """)
     (image,) = engine.memory.part().deferred_frees
     assert np.frombuffer(image.row_outputs, np.int32).tolist() == [1005 + i for i in range(collected)]
+
+
+def test_a_part_of_a_prompt_that_ends_in_a_page_of_the_row_changes_no_page_table() -> None:
+    engine = _engine_behind("""
+config page_size=4 pages=24 overlap_depth=0 chunked_prefill_size=5 max_prefill_tokens=5 chunk_unit=token \
+batching=running_first radix_cache=no
+
+add a prompt=1..7 max_new=6
+step
+collect
+step
+""")
+    (batch,) = engine.in_flight
+    assert (batch.plan.starts.tolist(), batch.plan.stops.tolist()) == ([5], [7])
+    assert (batch.plan.deltas.pages.size, batch.plan.deltas.runs.size) == (0, 0)
