@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from lockstep.core import invariants
 from lockstep.core.contract.errors import InvariantError
 from lockstep.core.kv.deferred import Lent
+from lockstep.core.contract.events import LaneReady
 from lockstep.core.kv.operations import Operation
 from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.scheduler.engine import Engine
@@ -51,6 +52,18 @@ run
 moved
 moved
 add c prompt=1..9 max_new=1
+"""
+LOADED = """
+config page_size=1 pages=8 overlap_depth=0 tiers.host_pages=20 tiers.load_tokens_min=1 tiers.load_timeout_us=5ms
+
+add a prompt=1..5 max_new=1
+run
+moved
+add x prompt=21..28 max_new=1
+run
+moved
+add b prompt=1..5 max_new=1
+step
 """
 LAYERS = """
 config page_size=2 pages=40 overlap_depth=0 multiplexing.layers=4 \
@@ -184,7 +197,41 @@ def host_checkpoint_moved_away(engine: Engine) -> None:
 
 def waits_for_an_operation_that_ended(engine: Engine) -> None:
     (candidate,) = engine.memory.tiers.candidates.values()
-    candidate.operation += 1
+    candidate.operation = 0
+
+
+def ended_request_has_a_prefetch(engine: Engine) -> None:
+    candidates = engine.memory.tiers.candidates
+    candidates[99] = candidates[2]
+
+
+def free_host_page_is_that_of_a_prefetch(engine: Engine) -> None:
+    engine.memory.tiers.pool._stack[-1] = operation(engine, "prefetch").host_pages[0]
+
+
+def free_host_state_is_that_of_a_prefetch(engine: Engine) -> None:
+    assert engine.memory.tiers.blocks is not None
+    engine.memory.tiers.blocks.pools["state"].pool.free(operation(engine, "prefetch").blocks[0].host)
+
+
+def host_path_held_for_ever(engine: Engine) -> None:
+    load = operation(engine, "load")
+    assert load.host_handle is not None
+    tiers = engine.memory.tiers
+    tiers.host.lock(tiers.host.match("", load.tokens, load.stop))
+
+
+def load_reads_its_pages_in_another_order(engine: Engine) -> None:
+    load = operation(engine, "load")
+    load.host_pages = load.host_pages[::-1].copy()
+
+
+def read_mark_of_an_operation_that_ended(engine: Engine) -> None:
+    engine.memory.tiers.loading[operation(engine, "load").host_pages[1]] = 0
+
+
+def free_page_has_uses(engine: Engine) -> None:
+    engine.memory.tiers.uses[engine.memory.pool.free_ids()[0]] = 1
 
 
 def tokens_of_an_operation_cut(engine: Engine) -> None:
@@ -254,7 +301,14 @@ def drafts_of_a_request_with_a_stop_text(engine: Engine) -> None:
         ("S1: pages .* have windows, but are neither held nor cached", WINDOWS, window_of_a_free_page),
         ("S5: prefetch 6 needs states of host pages", STORED, host_checkpoint_moved_away),
         ("S32: prefetch 6 has .* bytes of tokens", STORED, tokens_of_an_operation_cut),
-        ("L7: r2 waits for operation 7, which has ended", STORED, waits_for_an_operation_that_ended),
+        ("L7: r2 waits for operation 0, which has ended", STORED, waits_for_an_operation_that_ended),
+        ("S15: r99 does not wait, but is a candidate of the tiers", STORED, ended_request_has_a_prefetch),
+        ("S1 host pages: 4 belongs to free and to prefetch 6", STORED, free_host_page_is_that_of_a_prefetch),
+        ("S1 states of the host: . belongs to free and to on", STORED, free_host_state_is_that_of_a_prefetch),
+        ("S33: device pages that are not cached have uses", STORED, free_page_has_uses),
+        ("S9: handles by node are recorded as", LOADED, host_path_held_for_ever),
+        (r"S5: load 2 reads host pages \[3, 2, 1, 0\], its path", LOADED, load_reads_its_pages_in_another_order),
+        ("S32: host page 1 is marked as being read by 0", LOADED, read_mark_of_an_operation_that_ended),
         ("S40: 0 decodes and 1 parts of prompts in flight", LAYERS, more_parts_than_launches),
         ("S30: . decodes in microbatch ., its place is in another", STAGES, places_exchanged),
         ("D11: r99 has ended and holds encoder output", MEDIA, output_pinned_for_ever),
@@ -276,6 +330,17 @@ def test_damage_to_a_feature_is_named(found: str, scenario: str, damage: Damage)
     damage(engine)
     with pytest.raises(InvariantError, match=f"^{found}"):
         invariants.check(engine)
+
+
+@pytest.mark.parametrize(("kind", "scenario"), [("load", LOADED), ("prefetch", STORED)])
+def test_an_unlimited_wait_is_named_where_the_settings_limit_it(kind: str, scenario: str) -> None:
+    engine = engine_behind(scenario)
+    step = engine.step(LaneReady(1))
+    invariants.check_wake(engine, step)
+    (candidate,) = engine.memory.tiers.candidates.values()
+    candidate.due_us = None
+    with pytest.raises(InvariantError, match=f"^L7: r2 waits for {kind} . without a due time"):
+        invariants.check_wake(engine, step)
 
 
 @pytest.mark.parametrize(
