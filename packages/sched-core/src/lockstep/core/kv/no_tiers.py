@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import msgspec
 
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.events import RequestId
 from lockstep.core.kv.device_memory import DeviceMemory
 from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.radix import Match
-from lockstep.core.kv.running_view import EngineView
 from lockstep.core.kv.tiers import Tiers
-from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.requests.radix_node import RadixNode
-from lockstep.core.requests.table import Int32s, Request
+from lockstep.core.requests.table import Int32s
 
 
 class NoTiers(Tiers):
-    """The tiers of an engine without any: nothing is copied, loaded or fetched, and no request waits for it."""
+    """The tiers of an engine without any: nothing is copied, loaded or fetched, and no request waits for it.
+
+    Callers of what is not overridden here read `present` first.
+    """
 
     present = False
 
@@ -42,18 +42,6 @@ class NoTiers(Tiers):
 
     def forget(self, device_pages: Int32s) -> None:
         """Do nothing: pages have no marks."""
-
-    def begin_load(
-        self, engine: EngineView, request: Request, device: Match, budget: PrefillBudget, step: Step
-    ) -> bool:
-        """Return False: there is nothing to load."""
-        return False
-
-    def advance(
-        self, requests: Mapping[RequestId, Request], waiting: Sequence[Request], step: Step, *, admits: bool
-    ) -> bool:
-        """Return False: no request waits for a tier."""
-        return False
 
     def empty(self) -> None:
         """Do nothing: there is no host memory."""

@@ -115,7 +115,7 @@ class LoadCandidate(msgspec.Struct):
     """Loads and prefetches for a waiting request."""
 
     queried: bool = False  # its prefix was looked up in storage, or is too short for that
-    loaded: bool = False  # it had its load, or needs none
+    loaded: bool = False  # it had its load, or its wait for one is over
     shared_load: bool = False  # it waited for the load of another request
     operation: int = NO_OPERATION  # the operation it waits for
     due_us: int | None = None  # the latest end of the wait
@@ -308,18 +308,17 @@ class Tiers:
         Begins that load, unless a load of these pages is under way.
         """
         candidate = self.candidates.setdefault(request.request_id, LoadCandidate())
-        if candidate.loaded or candidate.operation != NO_OPERATION:  # it had its load, or its wait is over
+        if candidate.loaded or candidate.operation != NO_OPERATION:
             return False
         wanted = self._wanted(request, device)
         if wanted is None or wanted.pages * self.page_size < self.settings.load_tokens_min:
-            candidate.loaded = True
             return False
         coming = self._blocks_to_load(wanted)
         number = self._load_under_way(wanted, coming)
         if number != NO_OPERATION:
-            candidate.loaded, candidate.shared_load = candidate.shared_load, True
-            if candidate.loaded:
+            if candidate.shared_load:
                 return False
+            candidate.shared_load = True
         else:
             pages, locking = wanted.host_pages.size, wanted.device.evictable_pages
             most = self.settings.load_pages_max
@@ -327,7 +326,6 @@ class Tiers:
                 return self._wait(candidate, self._any_load(), step)
             room = self.device.available_pages - budget.set_aside - locking
             if pages > room or not self._has_room(coming, engine):
-                candidate.loaded = True
                 return False
             budget.hold((pages + locking) * self.page_size)
             candidate.loaded = True
@@ -484,8 +482,6 @@ class Tiers:
             if number == NO_OPERATION:
                 return
             stop = self.operations[number].stop
-            if self.blocks is None and stop <= reach:
-                return  # the device has all that this fetch brings
         candidate.prefetch = number
         if settings.prefetch_policy == "best_effort":
             return
