@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from lockstep.core import invariants
 from lockstep.core.contract.errors import InvariantError
-from lockstep.core.kv.deferred import Lent
 from lockstep.core.contract.events import LaneReady
+from lockstep.core.kv.deferred import Lent
 from lockstep.core.kv.operations import Operation
 from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.scheduler.engine import Engine
