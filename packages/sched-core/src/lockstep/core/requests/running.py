@@ -122,10 +122,6 @@ class RunningState:
         self.horizon -= launches
         self.decode_launches += launches
 
-    def owe_decode(self) -> None:
-        """Make the next launch of this batch a decode, before any prefill."""
-        self.decode_owed = True
-
     def position_of(self, request: Request) -> int:
         """Return the next position of a member."""
         return int(self.positions[(self.batch.rows == request.row).argmax()])

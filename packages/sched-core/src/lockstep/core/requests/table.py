@@ -183,7 +183,14 @@ class Request:
         "watches_text",
     )
 
-    def __init__(self, arrived: RequestArrived, accepted: Accepted, stops: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        arrived: RequestArrived,
+        accepted: Accepted,
+        stops: tuple[int, ...],
+        stream_every: int,
+        prefilled_before: int,
+    ) -> None:
         self.request_id: RequestId = arrived.request_id
         self.label = arrived.label
         self.namespace = accepted.namespace
@@ -209,7 +216,7 @@ class Request:
         self.session = arrived.session  # the session of this turn; "" once the session is closed
         self.session_start, self.session_after = arrived.session_start, arrived.session_after
         self.streams = arrived.stream
-        self.stream_every = 1
+        self.stream_every = stream_every
         self.tokens = accepted.tokens  # int32 ids of its prompt and of the output it had when it began to wait
         self.prompt_tokens = len(accepted.tokens) // 4
         self.outputs = 0  # output tokens in `tokens`; SchedulerState.outputs_of counts all
@@ -224,7 +231,7 @@ class Request:
         self.protected_pages = 0  # leading pages of its row that the radix cache owns
         self.cached_tokens = -1  # cached tokens of its prompt at its first admission; -1: never admitted
         self.matched: Found | None = None  # its prefix in the radix cache at the last match, see ordering.matched
-        self.prefilled_before = 0  # `prefilled_tokens` of the ordering when it arrived
+        self.prefilled_before = prefilled_before  # `prefilled_tokens` of the ordering when it arrived
         self.bypassed = 0  # requests behind it in the waiting queue that were admitted before it
         self.behind: RequestId = -1  # the request that computes its prefix, at its last deferral for that reason
         self.extras = msgspec.structs.replace(accepted.extras) if accepted.extras is not None else None
@@ -648,16 +655,6 @@ def _ones(size: int) -> Int32s:
 EMPTY_BATCH = RunningBatch.of([])
 
 
-def _gone() -> Request:
-    request = Request.__new__(Request)
-    request.row = -1
-    request.state = RequestState.FINISHED
-    request.label, request.request_id = "gone", -1
-    request.streams, request.stream_every = True, 1
-    request.extras = None
-    request.decodes = False
-    return request
-
-
-GONE = _gone()
+GONE = Request.__new__(Request)
 """Holder of a restored row whose request has ended while a batch or a deferred free still names the row."""
+GONE.request_id, GONE.row, GONE.extras = NO_REQUEST, NO_ROW, None

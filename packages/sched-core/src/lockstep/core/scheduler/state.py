@@ -380,9 +380,8 @@ class SchedulerState:
     def _accept(self, event: RequestArrived, taken: Accepted, leader: RequestId, step: Step) -> None:
         """Queue an accepted request, or add its prerequisites. `leader`: the first sample of its prompt."""
         config = self.config
-        request = Request(event, taken, stop_tokens_of(event, config))
-        request.stream_every = config.stream_interval if event.stream else config.force_stream_interval
-        request.prefilled_before = self.ordering.prefilled_tokens
+        every = config.stream_interval if event.stream else config.force_stream_interval
+        request = Request(event, taken, stop_tokens_of(event, config), every, self.ordering.prefilled_tokens)
         request.namespace = self.memory.keyed(request.namespace)
         self.requests[request.request_id] = request
         if request.session:
