@@ -55,13 +55,23 @@ def test_rows_keep_their_holders_outputs_and_pages_when_the_table_grows() -> Non
         assert table.pages[one.row, :16].tolist() == [number] * 16
 
 
-@pytest.mark.parametrize("outputs", [63, 64, 65, 128, 129])
-def test_a_new_table_has_room_for_the_output_that_a_request_keeps(outputs: int) -> None:
+@pytest.mark.parametrize(("outputs", "width"), [(63, 64), (64, 128), (127, 128), (128, 256), (129, 256)])
+def test_a_new_table_has_room_for_the_output_that_a_request_keeps(outputs: int, width: int) -> None:
     """After a restart requests come back with their output, and the table is as narrow as at first."""
     table, one = RequestTable(4, page_size=4), request(1, outputs)
     table.take_row(one)
     assert table.outputs[one.row, :outputs].tolist() == [1000 + PROMPT_TOKENS + i for i in range(outputs)]
-    assert table.outputs.shape[1] > outputs, "there is no room for the next token"
+    assert table.outputs.shape[1] == width, "there is room for the next token, and the width is doubled if it is not"
+
+
+def test_a_table_that_is_restored_has_the_rows_and_the_widths_of_the_snapshot() -> None:
+    table = RequestTable(200, page_size=4)
+    table.resize(128, pages_width=32, outputs_width=256)
+    last, pages, outputs = request(1, 0), np.arange(32, dtype=np.int32), np.arange(256, dtype=np.int32)
+    table.load_row(127, last, pages.tobytes(), outputs.tobytes())
+    assert table.holders[127] is last
+    assert table.row_image(127, 32, 256) == (pages.tobytes(), outputs.tobytes())
+    assert table.held_pages(127, 6) == 2
 
 
 @pytest.mark.parametrize("count", [FLAT_ROWS_MIN - 1, FLAT_ROWS_MIN, FLAT_ROWS_MIN + 1])
