@@ -75,7 +75,7 @@ class NewTokenRatio:
 
     def __init__(self, conservativeness: float) -> None:
         self.initial = min(1.0, NEW_TOKEN_RATIO_INIT * conservativeness)
-        self.floor = min(1.0, self.initial * NEW_TOKEN_RATIO_MIN_FACTOR)
+        self.floor = self.initial * NEW_TOKEN_RATIO_MIN_FACTOR
         self.decay = (self.initial - self.floor) / NEW_TOKEN_RATIO_DECAY_STEPS
         self.value = self.initial
 

@@ -316,8 +316,7 @@ class Microbatches:
                 fail(f"S24: {len(launched)} batches of microbatch {number} in flight")
             for batch in launched:
                 for request, row in zip(batch.samplers.requests, batch.samplers.rows.tolist(), strict=True):
-                    alive = request.row == row and row not in batch.dead
-                    if alive and self.members.get(request.request_id, number) != number:
+                    if row not in batch.dead and self.members.get(request.request_id, number) != number:
                         name, number_of = request.name, batch.plan.batch_id
                         fail(f"S30: batch {number_of} of microbatch {number} samples {name}, of another")
 
@@ -334,7 +333,7 @@ class Microbatches:
     def _load(self, image: MicrobatchesImage, requests: Mapping[RequestId, Request]) -> None:
         """Take over all microbatches of a snapshot."""
         self.full, self.passes = set(image.full), list(image.passes)
-        for number, (own, stored) in enumerate(zip(self.states, image.columns, strict=True)):
+        for own, stored in zip(self.states, image.columns, strict=True):
             numbers = (
                 stored.horizon,
                 stored.decode_owed,
@@ -343,10 +342,8 @@ class Microbatches:
                 stored.forced_at,
             )
             members = [requests[request_id] for request_id in stored.running_batch]
-            self.turn_to(number)
             own.load(members, stored.positions, numbers)
         self.members = dict(image.members)
-        self.places = [0] * self.count
         for number in self.members.values():
             self.places[number] += 1
         self.turn_to(image.at)

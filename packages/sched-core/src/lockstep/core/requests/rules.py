@@ -191,7 +191,7 @@ def chunk_tokens(
     limit = min(chunk, input_tokens)
     if whole <= limit:
         return new_tokens
-    return aligned(start, limit, align) if may_split and limit > 0 else 0
+    return aligned(start, limit, align) if may_split else 0
 
 
 def next_chunk(take: int, start: int, pages: int, page_size: int, align: int) -> int:
