@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lockstep.core.requests.budget import IGNORE_EOS_RESERVE_TOKENS, lasts
+from lockstep.core.requests.budget import IGNORE_EOS_RESERVE_TOKENS, NewTokenRatio, lasts
 
 Requests = list[tuple[int, int]]  # tokens left to sample, tokens held
 
@@ -28,6 +29,8 @@ def least_left_over(requests: Requests, free: int) -> int:
 @given(st.lists(st.tuples(st.integers(-2, 12), st.integers(0, 12)), min_size=1, max_size=8), st.integers(-5, 120))
 @example([(0, 7)], -3)
 @example([(3, 1), (3, 1), (9, 4)], 20)
+@example([(1, 0)], 2)  # one token would be left over, which is the one that must stay free
+@example([(9, 0), (9, 0)], 20)  # a token is left over for each of two that run
 @example([(9, 0), (9, 0)], 12)  # enough for the last request alone, but not while both run
 @example([(1, 0), (9, 0), (9, 0)], 21)  # tokens that the first request wrote are freed too
 def test_memory_lasts_if_every_end_leaves_a_token_each_over(requests: Requests, free: int) -> None:
@@ -35,3 +38,19 @@ def test_memory_lasts_if_every_end_leaves_a_token_each_over(requests: Requests, 
     held = np.array([held for _, held in requests], np.int32)
     ends = any(left > 0 for left, _ in requests)
     assert lasts(left, held, free) == (not ends or least_left_over(requests, free) > 0)
+
+
+@pytest.mark.parametrize(("conservativeness", "initial", "floor"), [(1.0, 0.7, 0.098), (2.0, 1.0, 0.14)])
+def test_the_new_token_ratio_falls_to_its_floor_over_600_decodes(
+    conservativeness: float, initial: float, floor: float
+) -> None:
+    ratio = NewTokenRatio(conservativeness)
+    assert ratio.value == pytest.approx(initial)
+    ratio.decoded()
+    assert ratio.value == pytest.approx(initial - (initial - floor) / 600)
+    ratio.decoded(299)
+    assert ratio.value == pytest.approx((initial + floor) / 2)
+    ratio.decoded(301)
+    assert ratio.value == ratio.floor == pytest.approx(floor)
+    ratio.idle()
+    assert ratio.value == pytest.approx(initial)

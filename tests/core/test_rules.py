@@ -10,13 +10,20 @@ from lockstep.core.requests.rules import (
     DUPLICATE_CACHED_TOKENS_MAX,
     DUPLICATE_SHARED_TOKENS_MIN,
     LPM_FALLBACK_WAITING,
+    MIXED,
     NO_LIMIT,
     NO_TOKENS,
+    PREFILL_FIRST,
+    RUNNING_FIRST,
     are_few,
     beside_decodes,
     chunk_tokens,
+    decode_goes_first,
+    decodes_before_end,
+    ends_by_length,
     may_be_duplicate,
     may_bypass,
+    next_chunk,
     pages_to_evict,
     ratio_after_retraction,
     verdict,
@@ -56,6 +63,51 @@ def test_a_prompt_takes_what_is_left(
     what: str, start: int, new: int, left: int, chunk: int, first: bool, may_split: bool, expected: int
 ) -> None:
     assert chunk_tokens(start, new, left, chunk, 1, 4, first, may_split) == expected, what
+
+
+@pytest.mark.parametrize(
+    ("take", "start", "pages", "expected"),
+    [
+        (4, 8, 1, 4),  # fills its only page, and ends at no multiple of 8: it is the last chunk
+        (5, 8, 1, 0),
+        (9, 8, 2, 8),
+        (7, 9, 1, 7),  # the page of the token before has room for three more
+        (8, 9, 1, 7),
+        (3, 9, 0, 3),
+    ],
+)
+def test_a_chunk_takes_the_pages_that_are_left_and_the_rest_of_its_last_page(
+    take: int, start: int, pages: int, expected: int
+) -> None:
+    """Pages of four tokens; a prompt is split at multiples of eight."""
+    assert next_chunk(take, start, pages, 4, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("owed", "batching", "lacking_pages", "decodes_since_extend", "expected"),
+    [
+        (False, RUNNING_FIRST, 0, 2, False),
+        (False, RUNNING_FIRST, 1, 2, True),
+        (False, MIXED, 1, 2, False),
+        (False, PREFILL_FIRST, 1, 2, False),
+        (False, PREFILL_FIRST, 0, 1, True),
+        (True, PREFILL_FIRST, 0, 2, True),
+    ],
+)
+def test_a_decode_goes_first_if_it_is_owed_or_lacks_pages_or_an_extend_was_just_before(
+    owed: bool, batching: int, lacking_pages: int, decodes_since_extend: int, expected: bool
+) -> None:
+    """Two decodes are launched between extends."""
+    assert decode_goes_first(owed, batching, lacking_pages, decodes_since_extend, 2) == expected
+
+
+@pytest.mark.parametrize("limit", [4, 5, 6, 7, 9])
+def test_a_request_launches_so_many_decodes_before_its_last(limit: int) -> None:
+    """A decode of the request at position 4 ends it if `ends_by_length` holds behind it."""
+    position, before = 4, 0
+    while not ends_by_length(position + 1, limit):
+        position, before = position + 1, before + 1
+    assert decodes_before_end(4, limit) == before
 
 
 def test_limits_belong_to_what_they_limit() -> None:
