@@ -10,11 +10,14 @@ import random
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 
+from lockstep.core.contract.commands import StreamTokens
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import (
+    BatchFinished,
     Drain,
     FinishReason,
     Grammar,
@@ -127,6 +130,19 @@ def test_text_of_the_first_token_is_looked_at(answer: dict[str, Any], sent: str)
     streamed = [command for command in commands if type(command).__name__ == "StreamTokens"]
     ended = [command.reason for command in commands if type(command).__name__ == "FinishRequest"]  # type: ignore[union-attr]
     assert (len(streamed), ended) == ((1, ["text_stop"]) if sent else (0, []))
+
+
+def test_first_token_of_a_request_that_does_not_stream_is_sent_with_its_second() -> None:
+    made = fleet(force_stream_interval=2)
+    made.arrive(asked(0, stream=False))
+    engine = made.members["d0"].engine
+    commands = engine.step(TransferAdvanced(0, 0, "p0", 0, 0, "done", first_token=5)).commands
+    assert not any(isinstance(command, StreamTokens) for command in commands)
+    plan = engine.step(LaneReady(0)).launched()
+    assert plan is not None
+    (command,) = engine.step(BatchFinished(0, plan.batch_id, np.array([6], np.int32).tobytes())).commands
+    assert isinstance(command, StreamTokens)
+    assert (command.offsets.tolist(), command.tokens.tolist()) == ([0], [5, 6])
 
 
 # -------------------------------------------------------------------------------------------------- equal to one engine
