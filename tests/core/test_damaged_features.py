@@ -83,6 +83,15 @@ step 0
 finish
 finish
 """
+THREE_ON_STAGES = """
+config page_size=2 pages=16 pp_size=2 overlap_depth=0 pp_max_micro_batch_size=2
+
+add a prompt=1..3 max_new=1
+step
+add b prompt=11..13 max_new=3
+add c prompt=21..23 max_new=3
+step
+"""
 MEDIA = """
 config page_size=2 pages=32 overlap_depth=0 encoder_cache_tokens=8
 
@@ -247,6 +256,35 @@ def places_exchanged(engine: Engine) -> None:
     members[0], members[1] = members[1], members[0]
 
 
+def place_of_a_running_request_lost(engine: Engine) -> None:
+    del engine.microbatches.members[0]
+
+
+def taken_places_miscounted(engine: Engine) -> None:
+    engine.microbatches.places[0] += 1
+
+
+def fewer_places_than_members(engine: Engine) -> None:
+    engine.microbatches.size = 1
+
+
+def position_in_the_wrong_microbatch(engine: Engine) -> None:
+    first, second = engine.microbatches.states
+    first.positions, second.positions = second.positions[:1], second.positions[1:]
+
+
+def both_batches_of_one_microbatch(engine: Engine) -> None:
+    second = engine.in_flight[1]
+    second.plan = replace(second.plan, microbatch=0)
+
+
+def place_of_a_sampled_request_elsewhere(engine: Engine) -> None:
+    """The token in flight is the last of a, so a decodes in no microbatch."""
+    engine.microbatches.members[0] = 1
+    engine.microbatches.places = [0, 3]
+    engine.microbatches.size = 3
+
+
 def output_pinned_for_ever(engine: Engine) -> None:
     engine.media.pins[99] = {}
 
@@ -311,6 +349,16 @@ def drafts_of_a_request_with_a_stop_text(engine: Engine) -> None:
         ("S32: host page 1 is marked as being read by 0", LOADED, read_mark_of_an_operation_that_ended),
         ("S40: 0 decodes and 1 parts of prompts in flight", LAYERS, more_parts_than_launches),
         ("S30: . decodes in microbatch ., its place is in another", STAGES, places_exchanged),
+        (
+            r"S30 requests with a place: \[1, 2\], expected \[0, 1, 2\]",
+            THREE_ON_STAGES,
+            place_of_a_running_request_lost,
+        ),
+        (r"S30 places: \[2, 1\], expected \[1, 1\]", STAGES, taken_places_miscounted),
+        ("S24: 2 requests in a microbatch of 1", THREE_ON_STAGES, fewer_places_than_members),
+        ("S30 positions of microbatch 0: 1, expected 0", f"{THREE_ON_STAGES}step 0", position_in_the_wrong_microbatch),
+        ("S24: 2 batches of microbatch 0 in flight", THREE_ON_STAGES, both_batches_of_one_microbatch),
+        ("S30: batch 0 of microbatch 0 samples a, of another", THREE_ON_STAGES, place_of_a_sampled_request_elsewhere),
         ("D11: r99 has ended and holds encoder output", MEDIA, output_pinned_for_ever),
         ("S5: encoder output that batch 0 may read is not there", MEDIA, output_of_a_batch_dropped),
         ("S18: a stopped its chunk at 8 of 8", CHUNKS, split_prompt_at_its_end),

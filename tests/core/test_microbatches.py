@@ -452,6 +452,24 @@ def test_tokens_are_those_of_one_running_batch() -> None:
 # ------------------------------------------------------------------------------------------------------- dynamic chunks
 
 
+@pytest.mark.parametrize(
+    ("passes", "expected"),
+    [
+        ([(0, 100), (10, 60)], [True, False]),  # the second waits for the first at each stage
+        ([(0, 60), (10, 70)], [True, True]),
+        ([(0, 100), (100, 130)], [True, True]),  # the first has ended
+        ([(1000, 1010), (1005, 1010)], [True, False]),
+        ([(0, 100), (80, 100), (90, 140)], [True, False, False]),  # the longest of those before
+    ],
+)
+def test_the_duration_of_a_pass_is_its_own_if_no_longer_one_was_before_it_in_the_stages(
+    passes: list[tuple[int, int]], expected: list[bool]
+) -> None:
+    microbatches = Engine(SchedConfig(**TWO)).microbatches
+    found = [microbatches.ran_undisturbed(BatchFinished(stop, 0, b"", start, stop)) for start, stop in passes]
+    assert found == expected
+
+
 def _fitted(per_token_us: float, per_pair_us: float) -> ExtendLatency:
     """A fit to passes of exactly this duration."""
     latency = ExtendLatency()
