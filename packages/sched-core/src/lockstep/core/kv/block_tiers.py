@@ -150,7 +150,7 @@ class HostBlocks:
         """
         found = []
         for kind, pool in self.pools.items():
-            blocks = hybrid.written(kind, path)
+            blocks = hybrid.blocks_of(kind, path)
             there = blocks >= 0
             first = min(hybrid.needed_from(kind, blocks), known.size)
             on_host = pool.of[known[first:]] >= 0

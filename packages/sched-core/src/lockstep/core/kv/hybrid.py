@@ -197,8 +197,7 @@ class Hybrid:
         some decoding requests have left. `leaving`: their indices into all decoding requests.
         """
         states = self.states
-        if states is None:
-            return False
+        assert states is not None
         gone, _ = self._gone(engine, leaving)
         rows = len(self.table.holders) - len(self.table.free_rows) - len(gone)
         taken = int(path.size > 0 and states.checkpoint_of[path[-1]] >= 0)
@@ -224,8 +223,7 @@ class Hybrid:
             then: positions of the other decoding requests by that time.
         """
         window = self.window
-        if window is None:
-            return take
+        assert window is not None
         gone, ending = self._gone(engine, leaving)
         running_batch, positions = engine.all_running
         stay = np.ones(running_batch.size, np.bool_)
@@ -259,7 +257,8 @@ class Hybrid:
     @property
     def window_tokens_available(self) -> int:
         """Positions for which window pages are available now."""
-        return self.window.available * self.page_size if self.window is not None else 0
+        assert self.window is not None
+        return self.window.available * self.page_size
 
     def decode_needs(self, engine: EngineView) -> tuple[int, int, int]:
         """Return three counts of window pages: needed by the next decode of the running batch, available now, and
@@ -289,13 +288,6 @@ class Hybrid:
             return self.window.window_of[pages]
         assert self.states is not None
         return self.states.checkpoint_of[pages]
-
-    def written(self, kind: Kind, pages: Int32s) -> Int32s:
-        """Return the blocks of computed pages, int32 [pages]; NONE while a batch in flight writes the checkpoint."""
-        blocks = self.blocks_of(kind, pages)
-        if kind == "state" and self.states is not None and self.states.unwritten:
-            blocks[np.isin(blocks, list(self.states.unwritten))] = NONE
-        return blocks
 
     def needed_from(self, kind: Kind, blocks: Int32s) -> int:
         """Return the first page index with a block that a request needs to continue from the end of a path."""
@@ -616,13 +608,11 @@ class FullAttention(Hybrid):
 
     present = False
 
-    def __init__(self, config: SchedConfig, table: RequestTable, in_flight: deque[InFlight]) -> None:
-        self.page_size = config.page_size
+    def __init__(self, table: RequestTable) -> None:
         self.by_one = True  # no window limits a stretch of decodes
         self.window = None
         self.states = None
         self.table = table
-        self.in_flight = in_flight
 
     def pool_of(self, pool: PagePool) -> PagePool:
         """Return the pool itself: its pages have no blocks."""
@@ -667,5 +657,5 @@ def hybrid_of(
 ) -> Hybrid:
     """Return the memory for window and state blocks that the settings name."""
     if config.hybrid is UNSET:
-        return FullAttention(config, table, in_flight)
+        return FullAttention(table)
     return Hybrid(config, config.hybrid, table, in_flight, deferred, operations)
