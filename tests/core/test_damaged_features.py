@@ -16,6 +16,7 @@ from lockstep.core.contract.errors import InvariantError
 from lockstep.core.contract.events import LaneReady
 from lockstep.core.kv.deferred import Lent
 from lockstep.core.kv.operations import Operation
+from lockstep.core.kv.state_pool import StatePool
 from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.scheduler.engine import Engine
 from tests.support.scenario import Run, parse, play
@@ -35,6 +36,24 @@ WINDOWS = """
 config page_size=2 pages=20 overlap_depth=0 hybrid.window_tokens=5 hybrid.window_pages=20
 
 add a prompt=1..9 max_new=4
+step
+"""
+PAGES_OF_ONE_TOKEN = """
+config page_size=1 pages=20 overlap_depth=0 hybrid.window_tokens=2 hybrid.window_pages=20
+
+add a prompt=1..5 max_new=4
+step
+"""
+FULL_RESERVE = """
+config page_size=2 pages=40 overlap_depth=0 reserve=full hybrid.window_tokens=5 hybrid.window_pages=5
+
+add a prompt=1..4 max_new=9
+step
+"""
+STATES = """
+config page_size=2 pages=20 overlap_depth=0 max_running_requests=2 hybrid.state_slots=4 hybrid.checkpoint_tokens=4
+
+add a prompt=1..5 max_new=4
 step
 """
 STORED = """
@@ -135,6 +154,13 @@ config page_size=2 pages=16 overlap_depth=0
 add a prompt=1..5 max_new=2
 run
 """
+HYBRID_IDLE = """
+config page_size=2 pages=16 overlap_depth=0 hybrid.window_tokens=5 hybrid.window_pages=8 hybrid.state_slots=4 \
+hybrid.checkpoint_tokens=4
+
+add a prompt=1..5 max_new=2
+run
+"""
 
 IDLE_WINDOWS = """
 config page_size=2 pages=20 overlap_depth=0 hybrid.window_tokens=5 hybrid.window_pages=20
@@ -168,6 +194,11 @@ def window(engine: Engine) -> WindowPool:
     return engine.memory.hybrid.window
 
 
+def states(engine: Engine) -> StatePool:
+    assert engine.memory.hybrid.states is not None
+    return engine.memory.hybrid.states
+
+
 def operation(engine: Engine, kind: str) -> Operation:
     return next(one for one in engine.memory.operations.values() if one.kind == kind)
 
@@ -192,6 +223,27 @@ def withdrawal_unanswered(engine: Engine) -> None:
 def window_of_a_free_page(engine: Engine) -> None:
     pool = window(engine)
     pool.window_of[engine.memory.pool.free_ids()[0]] = pool.pool.alloc(1)[0]
+
+
+def window_that_a_batch_reads_is_unlocked(engine: Engine) -> None:
+    """The batch in flight computes the prompt from its beginning."""
+    pool = window(engine)
+    pool.first[engine.requests[0].row] = 1
+    pool.locks[engine.memory.table.pages[engine.requests[0].row, 0]] = 0
+    pool.evictable += 1
+
+
+def window_locked_twice(engine: Engine) -> None:
+    window(engine).locks[engine.memory.table.pages[engine.requests[0].row, 2]] += 1
+
+
+def reserved_window_page_lost(engine: Engine) -> None:
+    """A row may have three window pages more than promised."""
+    window(engine).row_pages_max += 3
+
+
+def free_row_owes_a_checkpoint(engine: Engine) -> None:
+    states(engine).owed.add(engine.memory.table.free_rows[0])
 
 
 def host_checkpoint_moved_away(engine: Engine) -> None:
@@ -337,6 +389,10 @@ def drafts_of_a_request_with_a_stop_text(engine: Engine) -> None:
         ("S25 adapters on the device: 1, expected 2", ADAPTERS, adapter_on_two_slots),
         ("L8: no request needs 'z' any more", ADAPTERS, withdrawal_unanswered),
         ("S1: pages .* have windows, but are neither held nor cached", WINDOWS, window_of_a_free_page),
+        ("S5: a freed windows below page 1; .* 5, .0. are", PAGES_OF_ONE_TOKEN, window_that_a_batch_reads_is_unlocked),
+        (r"S9: locks of windows of pages \[2\] are \[2\], held \[1\]$", WINDOWS, window_locked_twice),
+        ("S24: window pages held and reserved exceed the pool by 1", FULL_RESERVE, reserved_window_page_lost),
+        (r"S1: rows \[.\] read, left or owe checkpoints", STATES, free_row_owes_a_checkpoint),
         ("S5: prefetch 6 needs states of host pages", STORED, host_checkpoint_moved_away),
         ("S32: prefetch 6 has .* bytes of tokens", STORED, tokens_of_an_operation_cut),
         ("L7: r2 waits for operation 0, which has ended", STORED, waits_for_an_operation_that_ended),
@@ -415,6 +471,33 @@ def row_lost(engine: Engine) -> None:
 def page_freed_twice(engine: Engine) -> None:
     stack = engine.memory.pool._stack
     stack[-1] = stack[-2]
+
+
+def window_left_locked(engine: Engine) -> None:
+    pool = window(engine)
+    pool.quarantined[0] = (pool.window_of >= 0).nonzero()[0][:1].astype(np.int32)
+    pool.lock(pool.quarantined[0])
+
+
+def slots_of_a_transfer_left(engine: Engine) -> None:
+    states(engine).incoming[0] = [int(states(engine).pool.alloc(1)[0])]
+
+
+@pytest.mark.parametrize(
+    ("found", "damage"),
+    [
+        ("L9 locked window pages: 1, expected 0", window_left_locked),
+        ("L9 slots of state: 3, expected 4", slots_of_a_transfer_left),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_blocks_that_are_still_held_at_rest_are_named(found: str, damage: Damage) -> None:
+    engine = engine_behind(HYBRID_IDLE)
+    invariants.check_quiescent(engine)
+    damage(engine)
+    invariants.check(engine)
+    with pytest.raises(InvariantError, match=f"^{found}"):
+        invariants.check_quiescent(engine)
 
 
 @pytest.mark.parametrize("damage", [row_lost, page_freed_twice], ids=lambda one: one.__name__)
