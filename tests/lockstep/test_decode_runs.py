@@ -190,6 +190,28 @@ def test_stretch_ends_where_a_checkpoint_takes_the_slot_of_a_cached_one() -> Non
     assert run.taken
 
 
+def windows(pages: int, *, radix_cache: bool) -> SchedConfig:
+    """A row of this window holds three pages, and a fourth for a batch in flight."""
+    of_two_pages = HybridMemory(window_tokens=9, window_pages=pages)
+    return SchedConfig(
+        page_size=4, pages=2000, overlap_depth=1, radix_cache=radix_cache, chunked_prefill_size=8, hybrid=of_two_pages
+    )
+
+
+def test_stretch_goes_on_with_the_last_free_window_page() -> None:
+    """The page that a decode opens is free, and there is no other. It unlocks one in turn."""
+    run = RunInStretches(windows(5, radix_cache=False), {0: [asked(0, LAUNCHES)]}, 1000)
+    run.launch_all()
+    assert run.taken > LAUNCHES * 0.9
+
+
+def test_stretch_ends_where_a_page_takes_the_window_of_a_cached_one() -> None:
+    """The window pages of the prompt stay behind the decode until the last free one is taken. Then they are evicted."""
+    run = RunInStretches(windows(5, radix_cache=True), {0: [asked(0, 40)]}, 1000)
+    run.launch_all()
+    assert run.taken
+
+
 @pytest.mark.parametrize(
     "obstacle",
     [{"stop_token_ids": (7,)}, {"finish_by_us": 10_000}, {"stream": False}],

@@ -202,7 +202,7 @@ class WindowPool:
 
     def opening(self, running: RunningView) -> int:
         """Return the pages that the next launch opens, of one decode or of `decode_steps_per_launch` decodes."""
-        if self.steps == 1 and self.by_one:
+        if self.by_one:
             return members_growing(running.positions, running.page_mask).size
         return pages_ahead(running.running_batch, running.positions, self.page_size, self.steps)
 
