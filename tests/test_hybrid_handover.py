@@ -419,6 +419,11 @@ def test_the_received_state_becomes_a_checkpoint(prompt: int, behind: int, overl
     assert recomputed_behind(prompt, 4, overlap_depth=overlap_depth) == behind
 
 
+def test_a_received_state_is_followed_by_one_checkpoint() -> None:
+    """The row leaves it at the next end of a page, which a decode passes, and none at those behind."""
+    assert recomputed_behind(9, 9, page_size=4) == 12
+
+
 def test_a_received_state_is_no_checkpoint_without_a_cache() -> None:
     made = fleet(RARE, radix_cache=False)
     made.arrive(asked(0, 10))

@@ -505,11 +505,13 @@ class Hybrid:
             self.states.drop(pages)
 
     def void(self) -> None:
-        """Drop what the next plan would have carried, and all pending writes: the memory of the device is lost."""
+        """Drop what the next plan would have carried, and all pending writes: the memory of the device is lost.
+
+        No row waits for its first state: it is taken in the step that plans its first batch.
+        """
         if self.window is not None:
             self.window.mapped = []
         if self.states is not None:
-            self.states.starts = []
             for batch_id in list(self.states.unwritten.values()):
                 self.states.written(batch_id)
 
