@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -35,6 +36,10 @@ def a_pass(*spans: tuple[int, int]) -> BatchPlan:
 
 def took_us(plan: BatchPlan) -> int:
     return round(BASE_US + TOKEN_US * float((plan.stops - plan.starts).sum()) + PAIR_US * pairs_of(plan))
+
+
+def new_tokens(plan: BatchPlan) -> float:
+    return float((plan.stops - plan.starts).sum())
 
 
 def fitted(*passes: BatchPlan) -> ExtendLatency:
@@ -119,6 +124,117 @@ def test_a_constant_that_is_most_of_the_duration_counts_as_part_of_the_tokens() 
     for plan in VARIED:
         latency.observe(plan, took_us(plan) + 20_000)
     assert latency.tokens_like_first(512, 20_000) == pytest.approx(334, abs=5)  # 18 if only b and c counted
+
+
+def chunk_of_passes(plans: list[BatchPlan], us: Callable[[BatchPlan], float], context: int) -> int | None:
+    """The chunk behind a context that takes as long as a first one of 512 tokens, if passes took so long."""
+    latency = ExtendLatency()
+    for plan in plans:
+        latency.observe(plan, round(us(plan)))
+    return latency.tokens_like_first(512, context)
+
+
+def test_a_chunk_like_the_first_is_the_longest_that_takes_no_longer() -> None:
+    """A pair takes as long as a token, so that the pair of each token with itself counts too."""
+
+    def cost_us(start: int, tokens: int) -> int:
+        return tokens + pairs_of(a_pass((start, start + tokens)))
+
+    latency = ExtendLatency()
+    for i in range(20):
+        latency.observe(a_pass((64 * i, 64 * i + 1 + i % 5)), 100 + cost_us(64 * i, 1 + i % 5))
+    for context in range(0, 3000, 7):
+        chunk = latency.tokens_like_first(1000, context)
+        assert chunk is not None
+        assert cost_us(context, chunk) <= cost_us(0, 1000) * (1 + 1e-9)
+        assert cost_us(context, chunk + 1) > cost_us(0, 1000) * (1 - 1e-9)
+
+
+def test_a_cost_of_pairs_below_a_microsecond_a_unit_shortens_chunks() -> None:
+    """Half a microsecond for 1,024 x 1,024 pairs: behind 400,000 tokens a token takes 1.19 us instead of 1."""
+    plans = [a_pass((20_000 * i, 20_000 * i + 256 * (1 + i % 5))) for i in range(20)]
+
+    def us(plan: BatchPlan) -> float:
+        return 300 + float((plan.stops - plan.starts).sum()) + 0.5 * pairs_of(plan) / 1024**2
+
+    latency = ExtendLatency()
+    for plan in plans:
+        latency.observe(plan, round(us(plan)))
+    assert latency.tokens_within(10_300, 0, 0, 0) == pytest.approx(10_000, rel=0.01)
+    assert latency.tokens_within(10_300, 400_000, 0, 0) == pytest.approx(10_000 / 1.19, rel=0.01)
+    assert latency.tokens_like_first(512, 400_000) == pytest.approx(512 / 1.19, rel=0.01)
+
+
+@pytest.mark.parametrize(("constant_us", "behind"), [(700, 112), (900, 341)])
+def test_a_constant_counts_as_part_of_the_tokens_if_it_is_more_than_half_of_the_duration(
+    constant_us: int, behind: int
+) -> None:
+    """The passes take 770 us by their tokens and pairs on average. Without a constant a token takes 1.4 us, not 0.5."""
+    plans = [a_pass((512 * (i % 4), 512 * (i % 4) + 512 * (1 + i % 3))) for i in range(60)]
+    chunk = chunk_of_passes(plans, lambda plan: constant_us + 0.5 * new_tokens(plan) + 0.0002 * pairs_of(plan), 10_000)
+    assert chunk == pytest.approx(behind, abs=3)
+
+
+def test_two_kinds_of_passes_separate_tokens_from_pairs_without_a_constant() -> None:
+    """All chunks behind no tokens have 512, all others 1,024: a constant would explain them as well as pairs do."""
+    plans = [a_pass((0, 512)), a_pass((8192, 8192 + 1024))] * 10
+    chunk = chunk_of_passes(plans, lambda plan: new_tokens(plan) + pairs_of(plan) / 8192, 8192)
+    assert chunk == pytest.approx(263, abs=2)
+
+
+def test_chunks_that_take_the_same_time_behind_any_context_stay_as_long() -> None:
+    plans = [a_pass((1024 * i, 1024 * i + 512)) for i in range(20)]
+    assert chunk_of_passes(plans, lambda _: 512, 20_000) == 512
+
+
+def test_chunks_of_one_size_need_no_more_passes_than_others() -> None:
+    plans = [a_pass((1024 * i, 1024 * i + 512)) for i in range(PASSES_MIN)]
+    assert chunk_of_passes(plans, took_us, 20_000) is not None
+    assert chunk_of_passes(plans[:-1], took_us, 20_000) is None
+
+
+def test_chunks_of_one_size_behind_almost_one_context_teach_nothing() -> None:
+    plans = [a_pass((100_000 + i, 100_512 + i)) for i in range(20)]
+    assert chunk_of_passes(plans, lambda plan: 1000 * (BASE_US + TOKEN_US * 512) + pairs_of(plan), 20_000) is None
+
+
+@pytest.mark.parametrize("context", [0, 1024])
+def test_a_fast_device_is_fitted_too(context: int) -> None:
+    """Half a microsecond for 1,024 tokens: nothing is rounded, since the passes are long."""
+    latency = ExtendLatency()
+    for i in range(1, 20):
+        plan = a_pass(*[(context, context + 1024)] * 4 * i)
+        latency.observe(plan, 100 + 2 * i)
+    assert latency.tokens_within(200, 0, 0, 0) == pytest.approx(200 * 1024, rel=0.01)
+
+
+def test_chunks_of_one_size_on_a_fast_device_are_fitted_too() -> None:
+    plans = [a_pass((65_536 * i, 65_536 * (i + 2))) for i in range(20)]
+    chunk = chunk_of_passes(plans, lambda plan: 0.5 * new_tokens(plan) / 1024 + pairs_of(plan) / 1024**2 / 1024, 10_000)
+    assert chunk == pytest.approx(512 / (1 + 10_000 / 1024 / 512), abs=3)
+
+
+def test_tokens_that_hardly_separate_from_pairs_are_fitted_alone() -> None:
+    """All passes have rows of 1,024 tokens without context, but for one token: a context costs nothing then."""
+    latency = ExtendLatency()
+    for i in range(1, 40):
+        plan = a_pass(*[(0, 1024)] * i, (i % 3, i % 3 + 1))
+        latency.observe(plan, 1000 * took_us(plan))
+    chunk = latency.tokens_within(10_000_000, 0, 0, 0)
+    assert chunk is not None
+    assert latency.tokens_within(10_000_000, 1_000_000, 0, 0) == chunk
+
+
+def test_a_difference_of_one_pair_teaches_nothing_about_pairs() -> None:
+    """Passes of 10 and 11 pairs: the longer duration of the latter is not taken for the cost of a pair."""
+    latency = ExtendLatency()
+    for _ in range(10):
+        latency.observe(a_pass((0, 4)), 400)
+        latency.observe(a_pass((9, 10)), 100)
+        latency.observe(a_pass((10, 11)), 101)
+    chunk = latency.tokens_within(10_000, 0, 0, 0)
+    assert chunk == pytest.approx(100, abs=1)
+    assert latency.tokens_within(10_000, 1000, 0, 0) == chunk
 
 
 def test_a_target_below_the_base_cost_allows_nothing() -> None:
