@@ -229,7 +229,7 @@ class DecodePlanner:
     def _make_room(self, running: RunningState, step: Step) -> bool:
         """Retract until the next decode fits. Returns False if it has to wait for pages that work in flight frees."""
         config = self._state.config
-        retracted = 0
+        retracted = False
         while True:
             needed = self._pages_needed(running)
             available, returning = self._memory.available_pages, self._memory.returning_pages()
@@ -260,7 +260,7 @@ class DecodePlanner:
             else:
                 self._state.finish(running.batch.requests[0], "out_of_kv", step, flush=True)
                 return False
-            retracted += 1
+            retracted = True
             running.decode_owed = True
         if retracted:
             running_batch, positions = self._state.all_running

@@ -50,7 +50,6 @@ class DecodeRun:
         self._digests = engine.digests
         self._digest = engine.digest
         self._next_batch_id = engine.next_batch_id
-        self._time_us = engine.now_us
         self._tokens: list[Int32s] = []
         self._plans: deque[BatchPlan] = deque(maxlen=len(engine.in_flight))
         self._launches = 0
