@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -48,6 +49,8 @@ class Run:
     def result(self, time_us: int) -> BatchFinished:
         plan = self.plans.pop(0)
         ids = plan.request_ids[plan.sample_rows] * 1000 + plan.stops[plan.sample_rows]
+        if plan.steps > 1:
+            ids = ids.repeat(plan.stops - plan.starts)
         return BatchFinished(time_us, plan.batch_id, ids.astype(np.int32).tobytes())
 
     def step(self, event: Observed) -> None:
@@ -157,6 +160,35 @@ def test_stretches_equal_single_steps_with_windows_and_states(seed: int) -> None
     assert snapshot.dump(stretched.engine) == snapshot.dump(single.engine)
 
 
+@pytest.mark.parametrize(
+    ("settings", "stretches"),
+    [
+        ({"decode_look_ahead": 2, "reserve": "on_demand"}, False),
+        ({"decode_steps_per_launch": 2}, False),
+        ({"waiting_prefix_refresh": 5}, True),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_stretches_equal_single_steps_with_other_launches(seed: int, settings: dict[str, Any], stretches: bool) -> None:
+    """Two requests run in a pool that is almost too small, and others with the same prompt wait."""
+    config = SchedConfig(page_size=4, pages=40, overlap_depth=1, max_running_requests=2, **settings)
+    arrivals = {
+        launch: [
+            RequestArrived(
+                time_us=launch, request_id=launch, prompt=TokenRuns((1, 20 + launch)), max_new_tokens=60 + 10 * seed
+            )
+        ]
+        for launch in range(5)
+    }
+    single, stretched = Run(config, arrivals), RunInStretches(config, arrivals, 1000)
+    single.launch_all()
+    stretched.launch_all()
+    stretched.close()
+    assert (stretched.taken > 0) == stretches
+    assert stretched.seen == single.seen
+    assert snapshot.dump(stretched.engine) == snapshot.dump(single.engine)
+
+
 def test_most_of_a_decode_is_taken_in_stretches() -> None:
     arrivals = {0: [RequestArrived(time_us=0, request_id=0, prompt=TokenRuns((1, 8)), max_new_tokens=LAUNCHES)]}
     hybrid = HybridMemory(window_tokens=9, window_pages=20, state_slots=9, checkpoint_tokens=8)
@@ -164,6 +196,14 @@ def test_most_of_a_decode_is_taken_in_stretches() -> None:
         run = RunInStretches(SchedConfig(page_size=4, pages=2000, overlap_depth=1, hybrid=kinds), arrivals, 1000)
         run.launch_all()
         assert run.taken > LAUNCHES * 0.9
+
+
+def test_decodes_are_taken_in_stretches_while_a_request_waits() -> None:
+    arrivals = {0: [asked(0, LAUNCHES), asked(1, LAUNCHES)]}
+    config = SchedConfig(page_size=4, pages=2000, overlap_depth=1, max_running_requests=1)
+    run = RunInStretches(config, arrivals, 1000)
+    run.launch_all()
+    assert run.taken > LAUNCHES * 0.9
 
 
 def asked(request_id: int, outputs: int) -> RequestArrived:
