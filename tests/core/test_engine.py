@@ -303,18 +303,27 @@ def test_plan_arrays_are_not_those_the_engine_moves() -> None:
 
 
 def test_last_request_that_outgrows_the_pool_ends_with_out_of_kv() -> None:
-    config = SchedConfig(page_size=2, pages=8, overlap_depth=0, radix_cache=False)
+    """Its tokens are streamed before its end, and the same step launches a request that waits for its pages."""
+    config = SchedConfig(page_size=2, pages=8, overlap_depth=0, radix_cache=False, stream_interval=9)
     engine, kv = Engine(config), TaggedKv(config)
     fold(engine, kv, arrived(0, prompt=2, max_new=12))
     fold(engine, kv, LaneReady(0))
     engine.memory.pool.alloc(6)  # as if the check at entry had assumed a larger pool
-    reasons = [
-        event.reason for step in run_to_end(engine, kv) for event in step.decided if isinstance(event, RequestFinished)
+    fold(engine, kv, arrived(1, prompt=3, max_new=2))
+    steps = run_to_end(engine, kv)
+    (end,) = [
+        step
+        for step in steps
+        if any(isinstance(event, RequestFinished) and event.reason == "out_of_kv" for event in step.decided)
     ]
-    assert reasons == ["out_of_kv"]
+    plan = end.launched()
+    assert plan is not None
+    assert plan.request_ids.tolist() == [1]
+    streamed = [command for step in steps for command in step.commands if isinstance(command, StreamTokens)]
+    assert sum(int(command.token_counts[command.request_ids == 0].sum()) for command in streamed) == 3
     assert not engine.requests
 
-    fold(engine, kv, arrived(1, prompt=2, max_new=2))  # the engine continues
+    fold(engine, kv, arrived(2, prompt=2, max_new=2))  # the engine continues
     steps = run_to_end(engine, kv)
     assert any(isinstance(command, FinishRequest) for step in steps for command in step.commands)
 

@@ -11,7 +11,7 @@ import pytest
 from lockstep.core import invariants
 from lockstep.core.contract.config import CacheTiers, HybridMemory, SchedConfig
 from lockstep.core.contract.errors import InvariantError
-from lockstep.core.contract.events import AdmissionDeferred, LaneReady, RequestAdmitted
+from lockstep.core.contract.events import AdmissionDeferred, LaneReady, RequestAdmitted, RequestCancelled
 from lockstep.core.journal import snapshot
 from lockstep.core.kv.adapters import NoAdapters
 from lockstep.core.kv.hybrid import FullAttention
@@ -22,7 +22,7 @@ from lockstep.core.requests.budget import Deferral
 from lockstep.core.requests.table import Request
 from lockstep.core.scheduler import admission
 from lockstep.core.scheduler.engine import Engine
-from tests.core.test_engine import arrived, fold, run_to_end
+from tests.core.test_engine import arrived, decoding, fold, run_to_end
 from tests.support.driver.draw import random_actions, random_config
 from tests.support.driver.run import run_actions
 from tests.support.tagged_kv import TaggedKv
@@ -116,6 +116,24 @@ def test_a_new_resource_defers_with_its_reason_and_comes_back_when_a_row_is_free
     assert engine.batch_is_full
     run_to_end(engine, kv)
     assert (tickets.given, tickets.rows) == (QUOTA + 1, set())
+    invariants.check_quiescent(engine)
+
+
+def test_admission_pauses_while_a_request_that_has_ended_keeps_its_row() -> None:
+    """The batch in flight names the row. Admission is examined again once the row is free."""
+    config = SchedConfig(page_size=2, pages=64, max_running_requests=2, request_rows=2, overlap_depth=1)
+    engine, kv = decoding(config)
+    fold(engine, kv, LaneReady(100))
+    fold(engine, kv, RequestCancelled(100, 0))
+    fold(engine, kv, arrived(2, time_us=100))
+    fold(engine, kv, kv.finished(100))
+    step = fold(engine, kv, LaneReady(100))
+    (deferred,) = [event for event in step.decided if isinstance(event, AdmissionDeferred)]
+    assert (deferred.request_id, deferred.reason, deferred.limit) == (2, "rows", 2)
+    assert engine.batch_is_full
+    fold(engine, kv, kv.finished(100))
+    assert not engine.batch_is_full
+    run_to_end(engine, kv)
     invariants.check_quiescent(engine)
 
 
