@@ -91,7 +91,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def client(server: LiveServer) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="nothing", max_retries=0) as made:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="nothing", max_retries=0, timeout=300) as made:
         yield made
 
 

@@ -76,7 +76,7 @@ def started(folder: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def client(server: LiveServer) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as made:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=300) as made:
         yield made
 
 
@@ -578,7 +578,7 @@ def test_best_of_returns_the_likeliest_answers(client: Any) -> None:
 
 
 def test_a_key_is_needed(server: LiveServer) -> None:
-    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0, timeout=300)
     with stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
     assert server.status_of("/metrics") == 401

@@ -23,7 +23,7 @@ LEFT = 'lockstep_http_requests_total.*status="499"'  # answers after their clien
 
 @pytest.fixture(scope="module")
 def client(emulated: LiveServer) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{emulated.url}/v1", api_key="nothing", max_retries=0) as made:
+    with openai.OpenAI(base_url=f"{emulated.url}/v1", api_key="nothing", max_retries=0, timeout=300) as made:
         yield made
 
 
@@ -333,7 +333,7 @@ def test_many_at_once_do_not_mix_their_answers(emulated: LiveServer) -> None:
 
     async def ask_all() -> list[tuple[str, str]]:
         url = f"{emulated.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="nothing", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key="nothing", max_retries=0, timeout=300) as client:
             return await asyncio.gather(*(ask(client, number) for number in range(64)))
 
     answers = asyncio.run(ask_all())

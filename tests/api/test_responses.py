@@ -29,7 +29,7 @@ MODEL = "qwen3-0.6b"
 
 @pytest.fixture(scope="module")
 def client(emulated: LiveServer) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{emulated.url}/v1", api_key="nothing", max_retries=0) as made:
+    with openai.OpenAI(base_url=f"{emulated.url}/v1", api_key="nothing", max_retries=0, timeout=300) as made:
         yield made
 
 
