@@ -181,7 +181,7 @@ def test_a_model_answers_by_adapters_for_the_official_client(tmp_path: Path) -> 
     journal = ("--journal", str(tmp_path / "run"), "--device", "cpu", "--numerics", "invariant")
     drafts = ("--set", "speculative_method=ngram")
     with operated(tmp_path, "--lora", f"one={folders['one']}", "--set", "max_loras=2", *drafts, *journal) as model:
-        client = openai.OpenAI(base_url=f"{model.server.url}/v1", api_key=OPERATOR)
+        client = openai.OpenAI(base_url=f"{model.server.url}/v1", api_key=OPERATOR, timeout=300)
         assert [one.id for one in client.models.list()] == ["demo", "one"]
         asked: dict[str, Any] = {"prompt": "def f(", "max_tokens": 40, "temperature": 0}
         asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}

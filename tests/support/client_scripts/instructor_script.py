@@ -16,7 +16,7 @@ class City(BaseModel):
     population: int
 
 
-raw = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+raw = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=300)
 asked = {"model": model, "response_model": City, "max_retries": 1}
 tools = instructor.from_openai(raw, mode=instructor.Mode.JSON_SCHEMA)
 assert isinstance(tools.create(messages=[{"role": "user", "content": "Describe Rome as JSON"}], **asked), City)

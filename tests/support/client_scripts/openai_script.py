@@ -8,7 +8,7 @@ import openai
 from pydantic import BaseModel
 
 url, model, key = sys.argv[1:4]
-client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=300)
 
 
 class City(BaseModel):
