@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from lockstep.core import invariants
 from lockstep.core.contract.config import CacheTiers, HybridMemory, SchedConfig
@@ -19,6 +20,7 @@ from lockstep.core.kv.state_pool import StatePool
 from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.ordering import matched
 from tests.support.driver.driver import Driver
 
 Damage = Callable[[Engine], None]
@@ -183,6 +185,16 @@ def forgotten_by_the_line(engine: Engine) -> None:
     engine.waiting.clear()
 
 
+def bypassed_too_often(engine: Engine) -> None:
+    assert engine.config.bypass_limit is not None
+    engine.waiting[0].bypassed = engine.config.bypass_limit + 1
+
+
+def match_of_another_length(engine: Engine) -> None:
+    found = matched(engine.waiting[0], tree(engine))
+    engine.waiting[0].matched = replace(found, pages=found.pages + 1)
+
+
 def horizon_beyond_the_end(engine: Engine) -> None:
     engine.microbatches.current.horizon += 100
 
@@ -205,6 +217,8 @@ def row_without_new_positions(engine: Engine) -> None:
         ("S20: r3 has 12 bytes for 4 tokens", output_forgotten),
         ("S33 active: 2, expected 1", gauge_drifts),
         ("S15: waiting \\[\\], ", forgotten_by_the_line),
+        ("L5: r3 was bypassed ", bypassed_too_often),
+        ("S14: r3 has a match of 1 pages, the tree has 0$", match_of_another_length),
         ("S7: horizon", horizon_beyond_the_end),
         ("S24: batch .* has an empty row", row_without_new_positions),
     ],

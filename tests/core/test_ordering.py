@@ -81,6 +81,16 @@ def order_of(engine: Engine) -> list[int]:
     return order
 
 
+def bypassed_to_the_limit(engine: Engine, request_id: int) -> None:
+    """Let this waiting request leave the queue for an instant in which later ones bypass it as often as they may."""
+    request = engine.requests[request_id]
+    assert engine.config.bypass_limit is not None
+    request.bypassed = engine.config.bypass_limit
+    engine.add_prerequisite(request)
+    engine.leave_queue(request)
+    engine.join_queue(request)
+
+
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     """A list that grows by one with every call of a policy."""
     calls: list[int] = []
@@ -208,6 +218,44 @@ def test_a_refresh_of_cached_prefixes_does_not_hide_that_they_have_changed() -> 
     radix.insert("", long, engine.memory.pool.alloc(2))
     engine.ordering.refresh(radix)
     assert order_of(engine) == order_of(snapshot.restore(snapshot.dump(engine))) == [1, 2]
+
+
+def test_an_order_is_kept_while_every_cached_prefix_ends_where_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch, "lpm")
+    engine = waiting_engine(0, schedule_policy="lpm")
+    radix, alloc = engine.memory.radix, engine.memory.pool.alloc
+    first, second = (np.array([one] * 4, np.int32).tobytes() for one in (10, 20))
+    other, rest = (np.array([one] * 2, np.int32).tobytes() for one in (8, 7))
+    radix.insert("", first, alloc(2))
+    for i, prompt in enumerate((first, second), start=1):
+        engine.step(RequestArrived(time_us=0, request_id=i, prompt=TokenIds(prompt + rest + other), max_new_tokens=1))
+    assert order_of(engine) == [1, 2]
+    calls.clear()
+    radix.insert("", other, alloc(1))
+    assert order_of(engine) == [1, 2]
+    radix.insert("", first + other, alloc(3))  # below the prefix of request 1, which goes on with other tokens
+    assert order_of(engine) == [1, 2]
+    assert not calls
+    radix.insert("", second + rest, alloc(3))
+    assert order_of(engine) == [2, 1]
+    assert calls == [2]
+
+
+@pytest.mark.parametrize("deduplication", ["off", "last", "defer"])
+@pytest.mark.parametrize("name", SCHEDULE_POLICIES)
+def test_the_first_requests_are_those_of_a_pass(name: str, deduplication: str) -> None:
+    """Also if one that is not at the head of the queue must not be bypassed any more."""
+    engine = waiting_engine(4, schedule_policy=name, prefix_deduplication=deduplication, bypass_limit=2)
+    bypassed_to_the_limit(engine, 3)
+    found = [request.request_id for request in engine.ordering.first(engine, 2)]
+    of_a_pass = order_of(engine)  # it ends behind a request that must not be bypassed and is not admitted
+    assert found[: len(of_a_pass)] == of_a_pass[:2]
+
+
+def test_a_restored_engine_considers_first_what_must_not_be_bypassed_any_more() -> None:
+    engine = waiting_engine(4, schedule_policy="lof", bypass_limit=2)
+    bypassed_to_the_limit(engine, 1)
+    assert order_of(engine) == order_of(snapshot.restore(snapshot.dump(engine))) == [1]
 
 
 def test_a_restored_engine_orders_alike_without_stored_orders() -> None:

@@ -414,7 +414,7 @@ class Ordering(Component):
 
     def _matches_are_current(self, radix: RadixCache) -> bool:
         """Whether all matches are unchanged. A match is looked up again if its part of the tree has changed."""
-        if self._epoch == radix.epoch or not radix.present:
+        if self._epoch == radix.epoch:
             return True
         same = True
         for request in self._queue:
