@@ -121,7 +121,6 @@ def _preempt(
 ) -> None:
     """Retract members of a running batch for a request, and add their tokens to the budget of its extend."""
     available, reserved = state.memory.available_pages, tokens_kept_free(state)
-    state.leave_running(victims)
     for victim in victims:
         state.retract(victim, "preempted", step, beneficiary=beneficiary.request_id)
     back = (state.memory.available_pages - available) * state.config.page_size

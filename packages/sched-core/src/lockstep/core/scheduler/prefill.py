@@ -153,17 +153,14 @@ class PrefillPlanner:
             context = prefilling.computed if prefilling is not None else 0
             beside = int(running.positions.sum()) if decodes else 0
             budget.shorten(state.latency.tokens_within(config.chunk_target_us, context, decodes, beside))
-        if config.pp_dynamic_chunking is True and prefilling is not None and budget.chunk is not None:
-            first = chunk or budget.chunk
-            budget.shorten(state.latency.tokens_like_first(first, prefilling.computed))
+        if config.pp_dynamic_chunking is True and prefilling is not None and chunk is not None:
+            budget.shorten(state.latency.tokens_like_first(chunk, prefilling.computed))
         return budget
 
     def _decode_tokens(self, running: RunningState) -> int:
         """Return the most tokens that a pass computes for a running batch. No member has drafts behind its limit."""
-        batch, most = running.batch, self._state.tokens_per_decode
-        if most == 1 or not batch.size:
-            return batch.size
-        return int(np.minimum(np.maximum(batch.limits - running.positions, 1), most).sum())
+        to_limit = running.batch.limits - running.positions
+        return int(np.minimum(np.maximum(to_limit, 1), self._state.tokens_per_decode).sum())
 
     def _reserved(self) -> int:
         """Return the tokens that `reserve` keeps for active requests."""
@@ -241,9 +238,7 @@ class PrefillPlanner:
 
     def _loads_first(self, request: Request, fit: ExtendShare, budget: PrefillBudget, step: Step) -> bool:
         """Whether a request that could start waits for a load, because the host has more of its prefix."""
-        if fit.match is None:
-            return False
-        if not self._memory.tiers.begin_load(self._state, request, fit.match, budget, step):
+        if fit.match is None or not self._memory.tiers.begin_load(self._state, request, fit.match, budget, step):
             return False
         self._defer(request, TierMoves.loading, step)
         return True
