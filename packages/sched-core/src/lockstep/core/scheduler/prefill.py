@@ -216,8 +216,6 @@ class PrefillPlanner:
     def would_extend(self, running: RunningState) -> bool:
         """Whether an extend could be launched now. Changes nothing."""
         if self._state.prefilling is not None:
-            if not self._microbatches.has_place(self._state.prefilling):
-                return False
             return self._next_chunk(self._state.prefilling, self._prefill_budget(running), running) > 0
         if not self._ordering.waiting or self._state.batch_is_full or not self._state.admits:
             return False
@@ -228,8 +226,7 @@ class PrefillPlanner:
                 answer = isinstance(found, ExtendShare)
                 if answer or (isinstance(found, Deferral) and not found.own):
                     break
-        if self._ordering.close():
-            self._state.retry_admission()
+        self._ordering.close()
         return answer
 
     def _examine(self, request: Request, budget: PrefillBudget, parts: int) -> ExtendShare | Deferral:
