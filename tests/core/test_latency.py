@@ -289,6 +289,30 @@ def test_a_first_chunk_is_the_longest_without_context(target_us: int) -> None:
     assert first_chunk(engine, 20_000) == fitted(*VARIED).tokens_within(target_us, 0, 0, 0)
 
 
+def test_without_decodes_a_first_chunk_pays_for_its_own_pairs_only() -> None:
+    """A pair takes a whole microsecond, so that one more shortens the chunk for about every twentieth target."""
+    latency = ExtendLatency()
+    for plan in VARIED:
+        latency.observe(plan, 400 + int((plan.stops - plan.starts).sum()) + pairs_of(plan))
+    for target_us in range(600, 640):
+        engine = engine_with_a_fit(chunk_target_us=target_us, page_size=1, batching="mixed")
+        engine.latency = latency
+        assert first_chunk(engine, 2000) == latency.tokens_within(target_us, 0, 0, 0)
+
+
+def test_the_context_of_decodes_in_the_same_pass_counts() -> None:
+    engine = engine_with_a_fit(page_size=1, pages=65_536, batching="mixed", chunk_target_us=5000)
+    for request_id in range(4):
+        engine.step(RequestArrived(time_us=0, request_id=request_id, prompt=TokenRuns((1, 3000)), max_new_tokens=1000))
+    while not engine.in_flight or engine.in_flight[0].plan.mode != "decode":
+        while engine.in_flight:
+            batch = engine.in_flight[0]
+            engine.step(BatchFinished(0, batch.plan.batch_id, bytes(4 * batch.tokens)))
+        engine.step(LaneReady(0))
+    engine.step(BatchFinished(0, engine.in_flight[0].plan.batch_id, bytes(4 * 4)))
+    assert first_chunk(engine, 8000) == fitted(*VARIED).tokens_within(5000, 0, 4, 4 * 3001)
+
+
 def test_a_chunk_is_never_lengthened() -> None:
     assert first_chunk(engine_with_a_fit(chunk_target_us=10**9, chunked_prefill_size=512), 8000) == 512
 
