@@ -368,6 +368,28 @@ def test_chunked_request_is_not_held_up_by_one_that_has_come_and_gets_no_row() -
     assert made.answers[1] == second.wanted
 
 
+def test_request_that_has_come_keeps_its_kv_while_the_chunked_one_goes_on() -> None:
+    """As before, but with window pages for both: the received request waits for the only place, and is not given up."""
+    made = fleet(
+        HybridMemory(window_tokens=5, window_pages=20),
+        decode=HybridMemory(window_tokens=5, window_pages=20),
+        transfer_failure="recompute",
+        max_running_requests=1,
+        chunked_prefill_size=2,
+        num_reserved_decode_tokens=0,
+        pages=60,
+    )
+    first, second = made.arrive(asked(0, 20)), made.arrive(asked(1))
+    hear(made, "accepted", "p0")
+    made.drop(first)
+    made.settle_until(lambda: state(made, "d0", 1) == "ready")
+    assert 0 not in made.answers
+    made.settle_until(lambda: 0 in made.answers or state(made, "d0", 1) != "ready")
+    assert 0 in made.answers
+    made.settle()
+    assert [made.answers[key] for key in range(2)] == [first.wanted, second.wanted]
+
+
 def test_retracted_request_is_computed_again_with_windows_and_states_of_this_engine() -> None:
     made = fleet(retract_every=3)
     for key in range(3):
