@@ -159,8 +159,10 @@ class PrefillPlanner:
 
     def _decode_tokens(self, running: RunningState) -> int:
         """Return the most tokens that a pass computes for a running batch. No member has drafts behind its limit."""
-        to_limit = running.batch.limits - running.positions
-        return int(np.minimum(np.maximum(to_limit, 1), self._state.tokens_per_decode).sum())
+        batch, most = running.batch, self._state.tokens_per_decode
+        if most == 1:
+            return batch.size
+        return int(np.minimum(np.maximum(batch.limits - running.positions, 1), most).sum())
 
     def _reserved(self) -> int:
         """Return the tokens that `reserve` keeps for active requests."""
