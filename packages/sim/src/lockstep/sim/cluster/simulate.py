@@ -101,9 +101,10 @@ def simulate_cluster(
                 watch=watch,
             )
         began_s = time.process_time()
-        with stopping_on_interrupt(cluster), collecting_seldom():
-            stopped_early = cluster.run(give_up)
-        run = cluster.result(stopped_early, began_s)
+        with collecting_seldom():
+            with stopping_on_interrupt(cluster):
+                stopped_early = cluster.run(give_up)
+            run = cluster.result(stopped_early, began_s)
         for sink in journals:
             if isinstance(sink, JournalWriter):
                 sink.close("interrupted" if run.interrupted else "closed")

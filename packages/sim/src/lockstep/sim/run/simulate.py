@@ -59,7 +59,7 @@ from lockstep.sim.run.setup import Setup
 from lockstep.sim.run.whole_prompts import request_kind
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX
 
-GARBAGE_THRESHOLD = 100_000  # new objects before a search for garbage cycles; Python's default is 700
+GARBAGE_THRESHOLD = 1_000_000  # new objects before a search for garbage cycles; Python's default is 700
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,10 +302,11 @@ def _run(
     arrivals, env = arrivals_of(setup), Environment()
     host, metrics = host_of(setup, arrivals, journal, env=env, watch=watch_of(check_every, on_finish, observer))
     began_s = time.process_time()
-    with stopping_on_interrupt(host), collecting_seldom():
-        host.env.process(host.run())
-        host.env.run()
-    data = with_stages(metrics.result(setup.scenario.slos), host)
+    with collecting_seldom():
+        with stopping_on_interrupt(host):
+            host.env.process(host.run())
+            host.env.run()
+        data = with_stages(metrics.result(setup.scenario.slos), host)
     if host.tiers is not None:
         data.summary["cache"]["links"] = host.tiers.describe()
     return Run(
@@ -329,12 +330,14 @@ def _run_compiled(
     began_s = time.process_time()
     metrics = MetricsFold(kv_pages=setup.config.pages, warm_up=setup.scenario.warm_up, only_requests=only_requests)
     plain = fast_run_of([setup], [metrics], on_finish)
-    with stopping_on_interrupt(plain), collecting_seldom():
-        if not plain.run():
-            return None
+    with collecting_seldom():
+        with stopping_on_interrupt(plain):
+            if not plain.run():
+                return None
+        data = metrics.result(setup.scenario.slos)
     return Run(
         setup=setup,
-        data=metrics.result(setup.scenario.slos),
+        data=data,
         batches=plain.batches(0),
         clamped=plain.clamped(0),
         rejected=plain.rejected(0),
