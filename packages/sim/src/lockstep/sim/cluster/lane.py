@@ -24,7 +24,7 @@ does not advance the lane. The bound follows from
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from simpy import Environment, Event
 
@@ -51,19 +51,45 @@ Ended = Callable[[int, RequestId, int, bool], None]
 
 
 class LaneClock(Environment):
-    """A clock with a horizon for its processes: at `horizon_us` another part of the cluster acts."""
+    """The clock of one process, with a horizon: at `horizon_us` another part of the cluster acts.
 
-    horizon_us: float = 0
+    An `Environment` with a single process needs no queue of events: the time at which it goes on is one number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.horizon_us: float = 0
+        self.due_us: float = (
+            INFINITE_US  # time at which the process goes on; infinite while it runs or waits for `wake`
+        )
+        self._lane: Iterator[Event] = iter(())
+        self._pause = Event(self)  # what the process waits for, a constant
+
+    def start(self, lane: Iterator[Event]) -> None:
+        """Set the process of this clock. It begins at the next `step`."""
+        self._lane, self.due_us = lane, self._now
+
+    def step(self) -> None:
+        """Let the process go on at `due_us`, up to its next pause."""
+        self._now, self.due_us = self.due_us, INFINITE_US
+        next(self._lane, None)
 
     def peek(self) -> float:
-        """Return the next time at which another process of this clock or another part of the cluster acts."""
-        own_us = self.next_own_us()
-        return own_us if own_us < self.horizon_us else self.horizon_us
+        """Return the next time at which another part of the cluster acts."""
+        return self.horizon_us
 
-    def next_own_us(self) -> float:
-        """Return the next time at which a process of this clock acts; infinite if there is none."""
-        queue = self._queue
-        return queue[0][0] if queue else INFINITE_US
+    def timeout(self, delay: float = 0, value: object = None) -> Event:  # type: ignore[override]
+        """Let the process go on after `delay` us."""
+        self.due_us = self._now + delay
+        return self._pause
+
+    def wait(self) -> Event:
+        """Let the process go on after `wake`."""
+        return self._pause
+
+    def wake(self) -> None:
+        """Let a process that waits go on at its own time."""
+        self.due_us = self._now
 
 
 class Feed:
@@ -76,15 +102,15 @@ class Feed:
         self._ended = ended
         self._clock = clock
         self._queue: deque[Sent] = deque()
-        self._awaited: Event | None = None
+        self._awaits = False  # whether the lane waits for the next call of `add`
 
     def add(self, event: Sent) -> None:
         """Queue a fact. Its time must not be before that of the last one."""
         self._queue.append(event)
         self.next_us = self._queue[0].time_us
-        if self._awaited is not None:
-            self._awaited.succeed()
-            self._awaited = None
+        if self._awaits:
+            self._clock.wake()
+            self._awaits = False
 
     def take(self, _max_new_tokens: int | None) -> Sent:
         """Return the next fact, due at `next_us`. The cluster has already applied the limit of new tokens."""
@@ -104,9 +130,9 @@ class Feed:
         return int(horizon_us) if horizon_us < NEVER_US else NEVER_US
 
     def more(self, env: Environment) -> Event | None:
-        """Return an event that the next call of `add` triggers."""
-        self._awaited = env.event()
-        return self._awaited
+        """Return what to wait for until the next call of `add`."""
+        self._awaits = True
+        return self._clock.wait()
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
         """Report the end of an answer to the cluster."""
@@ -163,7 +189,7 @@ class EngineLane:
         self._launches = self._members = self._pages = 0
         self._stretch_us = 0.0
         self.quiet_until_us: float = NEVER_US
-        clock.process(host.run())
+        clock.start(host.run())
         clock.horizon_us = 0
 
     def send(self, event: Sent) -> None:
@@ -176,7 +202,7 @@ class EngineLane:
         """Do all work that is due before `until_us`."""
         clock = self.clock
         clock.horizon_us = until_us
-        while clock.next_own_us() < clock.horizon_us:  # the end of an answer may lower the horizon
+        while clock.due_us < clock.horizon_us:  # the end of an answer may lower the horizon
             clock.step()
         if self._sent_count and self.feed.next_us == NEVER_US:
             self._sent_end_us, self._sent_pages, self._sent_count = NEVER_US, 0, 0
@@ -207,7 +233,7 @@ class EngineLane:
 
     def _quiet_until_us(self) -> float:
         """Return a time before which no request of this engine ends; see the module's docstring."""
-        wakes_us = self.clock.next_own_us()
+        wakes_us = self.clock.due_us
         if wakes_us > NEVER_US:
             return NEVER_US  # the engine is idle
         end_us = min(self._own_end_us(), self._sent_end_us)
@@ -254,13 +280,13 @@ class EngineLane:
             self._settled_us = NEVER_US
             return
         if device.untimed or engine.multiplexer.present:
-            self._settled_us = self.clock.next_own_us()
+            self._settled_us = self.clock.due_us
             return
         for batch, running in zip(engine.in_flight, queue, strict=True):
             if self._ends_early or batch.ending or batch.dead or batch.plan.pooled_rows.size:
                 self._settled_us = running.finished_us
                 return
-        self._settled_us = queue[-1].finished_us if queue else self.clock.next_own_us()
+        self._settled_us = queue[-1].finished_us if queue else self.clock.due_us
         if self._draws:
             return
         self._launches = 1
