@@ -320,7 +320,9 @@ def test_weights_must_be_above_zero_and_finite(weight: float) -> None:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[RouterConfig, tuple[EngineShare, ...], list[RouterFact]]:
+def histories(
+    draw: st.DrawFn, equal_weights: bool = False
+) -> tuple[RouterConfig, tuple[EngineShare, ...], list[RouterFact]]:
     """Draw a router and its facts: requests, ends and engines that change, in any order."""
     config = RouterConfig(
         policy=draw(st.sampled_from(ROUTER_POLICIES)),
@@ -329,7 +331,7 @@ def histories(draw: st.DrawFn) -> tuple[RouterConfig, tuple[EngineShare, ...], l
         sessions_max=draw(st.integers(1, 4)),
         block_tokens=1,
     )
-    weights = draw(st.lists(st.sampled_from([0.5, 1.0, 1.7, 4.0]), min_size=1, max_size=5))
+    weights = draw(st.lists(st.sampled_from([2.0] if equal_weights else [0.5, 1.0, 1.7, 4.0]), min_size=1, max_size=5))
     shares = tuple(EngineShare(weight=weight, cache_tokens=draw(st.integers(0, 12))) for weight in weights)
     facts: list[RouterFact] = []
     ids = 0
@@ -397,6 +399,77 @@ def test_histories_keep_counts_and_bounds(
         assert router.open_requests == [list(open_on.values()).count(engine) for engine in range(len(shares))]
         assert all(tokens >= 0 for tokens in router.open_tokens)
     assert router.digest == again.digest
+
+
+# --------------------------------------------------------------------------------- what is certain of the next requests
+
+
+def test_requests_go_to_emptier_engines_first_and_to_equal_ones_that_were_chosen_before() -> None:
+    told = Told(engines=5)
+    told.router.open_requests[:] = [3, 3, 4, 4, 5]
+    assert told.router.sends_elsewhere(4) == 6
+    assert told.engines(7) == [0, 1, 2, 3, 0, 1, 4]
+    assert told.router.open_requests == [5, 5, 5, 5, 6]
+    assert told.router.sends_elsewhere(4) == 4
+    assert told.router.sends_elsewhere(2) == 0  # of those with 5 it was chosen longest ago
+    assert told.router.sends_elsewhere(1) == 3
+
+
+def test_a_load_in_tokens_is_passed_by_one_request_for_each_emptier_engine() -> None:
+    told = Told("least_tokens", engines=3)
+    told.router.open_tokens[:] = [100, 200, 5_000]
+    assert [told.router.sends_elsewhere(engine) for engine in range(3)] == [0, 1, 2]
+    assert told.engines(2, tokens=50_000) == [0, 1]
+    assert told.offer(tokens=1).engine == 2
+
+
+def test_nothing_is_certain_of_engines_of_unequal_weight_reported_loads_and_engines_that_are_not_up() -> None:
+    weighted = Told(engines=(EngineShare(weight=1.0), EngineShare(weight=8.0)))
+    weighted.router.open_requests[:] = [1, 2]
+    assert weighted.router.sends_elsewhere(1) == 0
+    assert weighted.offer().engine == 1
+    reported = Told("total_requests")
+    reported.offer()
+    assert reported.router.sends_elsewhere(0) == 2
+    reported.report(1, requests=7, measured_us=1)
+    reported.report(2, requests=7, measured_us=1)
+    assert reported.router.sends_elsewhere(0) == 0
+    assert reported.offer().engine == 0
+    changed = Told(engines=2)
+    changed.offer()
+    assert changed.router.sends_elsewhere(0) == 1
+    changed.change(1, "draining")
+    assert changed.router.sends_elsewhere(0) == 0
+    assert changed.offer().engine == 0
+    in_turn = Told("round_robin", engines=2)
+    in_turn.engines(3)
+    assert in_turn.router.sends_elsewhere(0) == 0
+
+
+@given(histories(equal_weights=True))
+def test_no_request_of_those_that_are_certain_to_go_elsewhere_is_sent_to_an_engine(
+    history: tuple[RouterConfig, tuple[EngineShare, ...], list[RouterFact]],
+) -> None:
+    config, shares, facts = history
+    router = Router(config, shares)
+    certain = [0] * len(shares)  # of the next requests, by engine
+    for at, fact in enumerate(facts):
+        if isinstance(fact, EngineChanged):
+            certain = [0] * len(shares)
+        elif isinstance(fact, RequestEnded) and fact.request_id in router.open:
+            certain[router.open[fact.request_id].engine] = 0
+        routed = router.step(fact)
+        if routed is not None:
+            assert routed.engine is None or not certain[routed.engine]
+            certain = [max(count - 1, 0) for count in certain]
+        offered = [one for one in facts[at + 1 :] if isinstance(one, RequestOffered)]
+        marks: list[int | str] = [
+            one.session if config.policy == "session_sticky" else (*one.prefix, "")[0] for one in offered
+        ]
+        for engine in range(len(shares)):
+            count = router.sends_elsewhere(engine)
+            kept = router.first_kept(engine, marks[:count])
+            certain[engine] = max(certain[engine], count if kept is None else kept)
 
 
 def test_digests_of_decisions_are_the_same_in_every_process() -> None:

@@ -34,7 +34,7 @@ not spread needlessly.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
 from math import ceil, isfinite
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -449,6 +449,37 @@ class Router:
         """Return the expected tokens of a new answer: the mean of ended answers and one first guess."""
         return (self._output_tokens + OUTPUT_TOKENS_FIRST_GUESS) // (self._ended + 1)
 
+    # ----------------------------------------------------------------------------- what is certain of the next requests
+
+    def sends_elsewhere(self, engine: int) -> int:
+        """Return how many of the next requests are certain to be sent to other engines; 0 if that is not known.
+
+        It holds whatever ends on the other engines, as long as no answer of this one ends and no engine changes its
+        state or reports. It holds for requests that name no engine, up to the first one that `first_kept` finds.
+        """
+        policy = self.config.policy
+        if policy in IN_TURN or len(self._up_weights) > 1 or len(self._up) < len(self.engines) or any(self._reported):
+            return 0
+        if policy in ("least_tokens", "total_tokens"):
+            load = self.open_tokens[engine]
+            return sum([other < load for other in self.open_tokens])  # one each: how much a request adds is not known
+        loads, last = self.open_requests, self._last_chosen
+        load, chosen = loads[engine], last[engine]
+        before = [at for at, other in zip(last, loads, strict=True) if other == load and at < chosen]
+        return len(before) + sum([load - other for other in loads if other < load])
+
+    def first_kept(self, engine: int, marks: Iterable[int | str]) -> int | None:
+        """Return the place of the first request that this engine may get for its prefix or session; None: no request.
+
+        Args:
+            marks: of each request the first key of its `prefix` (prefix_affinity), or its `session` (session_sticky).
+        """
+        if self.config.policy == "prefix_affinity":
+            has = self._prefixes.blocks_of(engine)
+            return next((place for place, key in enumerate(marks) if key in has), None)
+        homes: dict[Any, int] = self._sessions
+        return next((place for place, session in enumerate(marks) if homes.get(session) == engine), None)
+
     # --------------------------------------------------------------------------------------- reports, ends and changes
 
     def _learn(self, fact: LoadReported) -> None:
@@ -547,6 +578,10 @@ class PrefixHomes:
             for key in [key for key, _ in zip(blocks, range(excess), strict=False)]:
                 del blocks[key]
                 self._leave(key, bit)
+
+    def blocks_of(self, engine: int) -> Container[int | str]:
+        """Return the keys of the blocks that an engine has."""
+        return self._blocks[engine]
 
     def lost(self, engine: int) -> None:
         """Drop the blocks of an engine that lost its cache."""

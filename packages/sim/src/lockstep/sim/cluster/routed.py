@@ -10,6 +10,8 @@ requests have numbers on engines in the order in which they were sent; `sent` ma
 If nothing before the end of the run depends on the end of a request, requests are routed ahead: an engine is advanced
 once per SENT_AHEAD requests, and the router receives ends when they have been simulated, with a later time. That is so
 for policies in IN_TURN without follow-up turns, if there is no journal of the router, which has facts in order of time.
+Under the other policies an engine is advanced up to the first arrival that it may get (`lead.py`), likewise without
+follow-up turns, and without scaling, reports and a queue at the router.
 """
 
 from __future__ import annotations
@@ -41,12 +43,14 @@ from lockstep.core.contract.events import ControlRequested, Flush, RequestArrive
 from lockstep.core.journal.sinks import JournalSink
 from lockstep.host.router_journal import NoRouterJournal, RouterJournal, label_key
 from lockstep.sim.cluster.lane import EngineLane, Feed, LaneClock, Sent
+from lockstep.sim.cluster.lead import Leads
 from lockstep.sim.cluster.metrics import RefusedRequest, combine
 from lockstep.sim.cluster.prices import PriceOfDay, cost_over_time
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cluster.shared_clock import report_of
 from lockstep.sim.cost.hardware import PRICE_KINDS
+from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.pipeline import with_stages
 from lockstep.sim.host.ports import NEVER_US, Observer
 from lockstep.sim.metrics.fold import MetricsFold
@@ -145,6 +149,11 @@ class Cluster:
         in_time = in_time or closed or self.arrivals.awaits_answers or not isinstance(router_journal, NoRouterJournal)
         self._routes_ahead = in_turn and not in_time
         self._engines_lag = self._routes_ahead  # whether engines have not reached the requests that were sent to them
+        self._leads: Leads | None = None
+        by_load = setup.scenario.router.policy not in IN_TURN and not self._report_interval_us
+        if by_load and dispatch is None and scaling is None and not (eager or watch.is_set):
+            if isinstance(self.arrivals, Arrivals) and not self.arrivals.awaits_answers:
+                self._leads = Leads(self.router, self.arrivals, turns.arrival_us, self._hop_us)
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
             clock = LaneClock()
             open_turns = self.arrivals.open_turns if self._dispatcher is None else self._sent_turns
@@ -184,7 +193,7 @@ class Cluster:
     def run(self, give_up: Callable[[Cluster], bool] | None = None) -> bool:
         """Route every request and finish every answer. Return whether `give_up` stopped the arrivals early."""
         arrivals, lanes, hop_us = self.arrivals, self.lanes, self._hop_us
-        until_question, routed_us = GIVE_UP_EVERY, 0
+        leads, until_question, routed_us = self._leads, GIVE_UP_EVERY, 0
         while not self._stop_requested:
             now_us = self._next_us()
             if arrivals.awaits_answers or self._held:
@@ -197,6 +206,8 @@ class Cluster:
                     continue
             if now_us == NEVER_US:
                 break
+            if leads is not None and give_up is not None:
+                leads.before_question = until_question - 1  # then all engines must be at one time
             if self._eager:
                 self._advance_all(now_us)
             elif not self._routes_ahead:
@@ -244,17 +255,19 @@ class Cluster:
         Engines may run ahead by one hop, because new requests arrive one hop later, but not past the next report.
         """
         seen_us, until_us = now_us - self._hop_us, min(now_us + self._hop_us, self._report_us)
-        if min(self._quiet_us) < seen_us:
-            for engine, quiet_us in enumerate(self._quiet_us):
-                if quiet_us < seen_us:
-                    self._advance_one(engine, until_us)
+        leads, quiet_us = self._leads, self._quiet_us
+        while (first_us := min(quiet_us)) < seen_us:
+            engine = quiet_us.index(first_us)
+            self._advance_one(engine, until_us if leads is None else leads.until_us(engine))
 
     def _route(self) -> None:
         event = self.arrivals.take(self._max_new_tokens)
         assert type(event) is RequestArrived
         turn = self.arrivals.open_turns[event.request_id]
         prefix: tuple[int, ...] = ()
-        if self._by_prefix:
+        if self._leads is not None:
+            prefix = self._leads.take(turn)
+        elif self._by_prefix:
             assert type(event.prompt) is TokenRuns
             ids = prompt_ids(event.prompt.runs)
             prefix = prefix_keys(ids, self.router.config.block_tokens, event.tenant)
@@ -404,8 +417,11 @@ class Cluster:
             self.arrivals.answered(request_id, seen_us)
         else:
             self.arrivals.broke_off(request_id, seen_us)
-        held_us = seen_us if self._held else NEVER_US  # the end lets a waiting request be sent
-        self.lanes[engine].hold_at(min(self.arrivals.next_us, held_us) + self._hop_us)
+        if self._leads is not None:
+            self.lanes[engine].hold_at(self._leads.ended(engine, seen_us))
+        else:
+            held_us = seen_us if self._held else NEVER_US  # the end lets a waiting request be sent
+            self.lanes[engine].hold_at(min(self.arrivals.next_us, held_us) + self._hop_us)
         self._ended_count += 1
         if self._on_finish is not None:
             self._on_finish(self._ended_count)
@@ -418,6 +434,8 @@ class Cluster:
                 time_us = max(time_us, self.router.now_us)
             at = self.router.open.get(request_id)
             self._last_end_us = time_us
+            if self._leads is not None and at is not None:
+                self._leads.received(at.engine)
             self._decide(RequestEnded(time_us=time_us, request_id=request_id, output_tokens=output_tokens))
             scaler = self._scaler
             if scaler is not None and at is not None and scaler.state[at.engine] == "draining":

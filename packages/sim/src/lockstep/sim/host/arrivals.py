@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
@@ -48,6 +49,7 @@ class Arrivals:
             self.never_sent = sum(map(len, behind.values()))
             self._follow_ups = lambda index: behind.get(index, ())
         self._next_by_clock = next(self._by_clock, None)
+        self._read_ahead: deque[Turn] = deque()  # turns by the clock behind `_next_by_clock`
         self._thinking: list[tuple[int, int, Turn]] = []  # heap of turns within their think time: arrival us, index
         self._cancel_after_us = cancel_after_us or {}
         self._cancels: list[tuple[int, RequestId]] = []  # heap: us, request
@@ -81,7 +83,7 @@ class Arrivals:
             return RequestCancelled(time_us, request_id)
         turn = self._next_by_clock
         if turn is not None and turn.arrival_us == time_us and not self._thinks_before(time_us, turn.index):
-            self._next_by_clock = next(self._by_clock, None)
+            self._next_by_clock = self._read_ahead.popleft() if self._read_ahead else next(self._by_clock, None)
         else:
             turn = heappop(self._thinking)[2]
         request_id = self.arrived
@@ -91,6 +93,17 @@ class Arrivals:
             heappush(self._cancels, (time_us + self._cancel_after_us[turn.index], request_id))
         self._look_ahead()
         return arrival_of(turn, time_us, request_id, max_new_tokens, self.kind)
+
+    def turn_ahead(self, place: int) -> Turn | None:
+        """Return a turn that will arrive by the clock: `place` 0 is the next one. None: there are fewer turns."""
+        if not place:
+            return self._next_by_clock
+        while len(self._read_ahead) < place:
+            turn = next(self._by_clock, None)
+            if turn is None:
+                return None
+            self._read_ahead.append(turn)
+        return self._read_ahead[place - 1]
 
     def _thinks_before(self, time_us: int, index: int) -> bool:
         return bool(self._thinking) and self._thinking[0][:2] < (time_us, index)
