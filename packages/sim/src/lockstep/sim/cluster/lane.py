@@ -59,9 +59,7 @@ class LaneClock(Environment):
     def __init__(self) -> None:
         super().__init__()
         self.horizon_us: float = 0
-        self.due_us: float = (
-            INFINITE_US  # time at which the process goes on; infinite while it runs or waits for `wake`
-        )
+        self.due_us: float = INFINITE_US  # when the process goes on; infinite while it runs, or waits for `wake`
         self._lane: Iterator[Event] = iter(())
         self._pause = Event(self)  # what the process waits for, a constant
 
