@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +51,7 @@ from lockstep.core.contract.events import (
     GrammarReady,
     HostPagesEvicted,
     LaneReady,
+    LoadAdapterControl,
     MemorySwitched,
     Observed,
     PagesEvicted,
@@ -251,14 +253,15 @@ def test_numbers_are_shown_as_runs_and_long_lists_are_cut() -> None:
 # ------------------------------------------------------------------------------------------------------ debug log
 
 
-def engine_with(*requests: RequestArrived) -> tuple[Engine, list[str]]:
+def engine_with(*requests: RequestArrived, **settings: Any) -> tuple[Engine, list[str]]:
     """An engine with these requests waiting, and the debug lines of a run of it."""
-    engine = Engine(SchedConfig(page_size=2, pages=8, overlap_depth=0, max_running_requests=2))
+    values = {"page_size": 2, "pages": 8, "overlap_depth": 0, "max_running_requests": 2, **settings}
+    engine = Engine(SchedConfig(**values))
     for event in requests:
         engine.step(event)
     lines = []
     for turn in range(20):
-        ready = LaneReady(2800 * turn)
+        ready = LaneReady(2800 * turn, turn % engine.config.microbatches)
         step = engine.step(ready)
         lines.append(debug_line(engine, ready, step))
         launched = step.launched()
@@ -280,6 +283,47 @@ def test_debug_line_has_time_batch_letters_and_pages() -> None:
 def test_debug_line_counts_when_there_are_too_many_to_show() -> None:
     _, lines = engine_with(*(arrived(i, prompt=1, max_new=1) for i in range(60)))
     assert "E2 w58" in lines[0]
+    _, lines = engine_with(*(arrived(i, prompt=1, max_new=1) for i in range(41)))
+    assert "E2 w39" in lines[0]
+    _, lines = engine_with(*(arrived(i, prompt=1, max_new=1) for i in range(40)))
+    assert "E E " + " ".join("w" * 38) in lines[0]
+
+
+def test_debug_line_distinguishes_decodes_from_prompts_of_the_same_batch() -> None:
+    requests = [arrived(0, "a", max_new=3), arrived(1, "b", prompt=4, max_new=1)]
+    _, lines = engine_with(*requests, batching="mixed", max_prefill_tokens=4)
+    assert [line.split()[1:6] for line in lines[0:3:2]] == [
+        ["b0", "extend", "3t", "E", "w"],
+        ["b1", "mixed", "3t", "D", "E"],
+    ]
+    _, lines = engine_with(requests[0])
+    assert [line.split()[4] for line in lines[0:5:2]] == ["E", "D", "D"]
+
+
+def test_debug_line_marks_retracted_requests() -> None:
+    _, lines = engine_with(
+        arrived(0, "a", prompt=4, max_new=6),
+        arrived(1, "b", prompt=4, max_new=6),
+        pages=6,
+        reserve="on_demand",
+        batching="mixed",
+    )
+    assert [line[29:38].split() for line in lines if " r " in line] == [["D", "r"]]
+
+
+def test_debug_line_names_the_microbatch_behind_the_first() -> None:
+    requests = [arrived(0, "a", max_new=1), arrived(1, "b", max_new=1)]
+    _, lines = engine_with(*requests, pp_size=2, max_prefill_tokens=4)
+    assert [line.split()[1:5] for line in lines[0:3:2]] == [["b0", "extend", "3t", "E"], ["b1", "extend", "3t", "m1"]]
+
+
+@pytest.mark.parametrize(
+    ("pages", "prompt", "bar"), [(16, 12, "===....."), (16, 11, "===....."), (4, 4, "==.."), (24, 2, "=.......")]
+)
+def test_debug_line_shows_the_share_of_cached_pages(pages: int, prompt: int, bar: str) -> None:
+    """The share is rounded up: one page of many is seen."""
+    _, lines = engine_with(arrived(0, prompt=prompt, max_new=1), pages=pages)
+    assert bar in lines[-1].split()
 
 
 def test_debug_header_names_the_columns() -> None:
@@ -290,15 +334,30 @@ def test_debug_header_names_the_columns() -> None:
 
 
 def test_debug_levels_add_decisions_then_tables_then_pages() -> None:
-    engine = Engine(SchedConfig(page_size=2, pages=8))
+    engine = Engine(SchedConfig(page_size=2, pages=8, max_running_requests=1))
     engine.step(arrived(0, "a"))
+    engine.step(arrived(1, "b"))
     event = LaneReady(0)
     step = engine.step(event)
-    texts = [debug_text(engine, event, step, names(), level) for level in (1, 2, 3, 4)]
-    assert [len(lines) for lines in texts] == sorted({len(lines) for lines in texts})
-    assert any("admitted a" in line for line in texts[1])
-    assert any("row 0 a running" in line for line in texts[2])
-    assert any("pages of a" in line for line in texts[3])
+    texts = [[line.strip() for line in debug_text(engine, event, step, names(), level)] for level in (1, 2, 3, 4)]
+    assert texts[0] == ["0.0  b0 extend 3t       E w        ##...... 6/8"]
+    assert texts[1] == [*texts[0], "LaneReady(time_us=0, microbatch=0)", "admitted a", *texts[1][3:]]
+    assert texts[2] == [
+        *texts[1],
+        "waiting b",
+        "row 0 a running computed 3 outputs 0 pages 0 1",
+        "in flight b0 extend a[0:3]",
+    ]
+    assert texts[3] == [*texts[2], "pages of free: 2..7", "pages of a: 0..1", "tree is empty"]
+
+
+def test_debug_tables_have_the_adapter_slots() -> None:
+    engine = Engine(SchedConfig(page_size=2, pages=8, max_loras=1))
+    event = ControlRequested(0, 1, LoadAdapterControl("law", 1))
+    step = engine.step(event)
+    texts = [[line.strip() for line in debug_text(engine, event, step, names(), level)] for level in (2, 3)]
+    assert "slot 0 free" not in texts[0]
+    assert texts[1][-1] == "slot 0 free"
 
 
 def test_state_of_an_empty_engine_reads_as_empty() -> None:
