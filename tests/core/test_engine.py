@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -98,6 +100,10 @@ IMPOSSIBLE: dict[str, tuple[Observed, str]] = {
     "a microbatch": (LaneReady(100, microbatch=1), "no pipeline stages"),
     "grammar of a plain row": (BatchFinished(100, 1, TWO_TOKENS, grammar_ended=(0,)), "it has none"),
     "text of a plain row": (BatchFinished(100, 1, TWO_TOKENS, text_stops=(1,)), "without stop texts"),
+    "an invalid token of a failed batch": (
+        BatchFinished(100, 1, b"", error="lost", invalid=(0,)),
+        "names sampling row 0 of 0",
+    ),
     "held text of a plain row": (BatchFinished(100, 1, TWO_TOKENS, text_held=((1, 1),)), "without stop texts"),
     "AdapterLoaded": (AdapterLoaded(100, "x", 1), "AdapterLoaded belongs to a feature"),
     "TransferAdvanced": (TransferAdvanced(100, 1, "x", 0, 0, "done"), "TransferAdvanced belongs to a feature"),
@@ -280,6 +286,45 @@ def test_role_is_switched_when_idle_only() -> None:
     assert answer == ControlAnswered(4, False, message)
 
 
+def test_engine_that_became_a_decode_engine_continues_prompts_of_others() -> None:
+    engine = Engine(CONFIG)
+    engine.step(ControlRequested(0, 3, SwitchRole("decode")))
+    engine.step(arrived(0, transfer_room=4))
+    engine.step(TransferAdvanced(0, 0, "p0", 0, 0, "done", first_token=7))
+    plan = engine.step(LaneReady(0)).launched()
+    assert plan is not None
+    assert (plan.mode, plan.starts.tolist(), plan.stops.tolist()) == ("prebuilt", [3], [4])
+
+
+def test_prompts_that_only_have_to_be_sent_leave_their_places_to_others() -> None:
+    """Two prompts are computed by one batch. Two more start while both are sent; one that waits behind is queued."""
+    places: dict[str, Any] = {"max_running_requests": 2, "request_rows": 8, "max_queued_requests": 2}
+    engine = Engine(SchedConfig(page_size=2, pages=32, overlap_depth=0, role="prefill", radix_cache=False, **places))
+
+    def arrive(request_id: int) -> None:
+        assert engine.step(arrived(request_id, transfer_room=request_id)).commands == []
+        engine.step(TransferAdvanced(0, request_id, "d0", 0, 0, "accepted"))
+
+    for request_id in range(3):
+        arrive(request_id)
+    assert engine.step(LaneReady(0)).launched() is not None
+    assert engine.step(LaneReady(0)).launched() is None
+    assert engine.active == 2
+    ended = [isinstance(one, FinishRequest) for one in engine.step(BatchFinished(0, 0, TWO_TOKENS)).commands]
+    assert (any(ended), engine.sending) == (False, 2)
+    for request_id in (3, 4):
+        arrive(request_id)
+    plan = engine.step(LaneReady(0)).launched()
+    assert plan is not None
+    assert plan.request_ids.tolist() == [2, 3]
+
+
+def test_session_start_without_a_session_is_refused() -> None:
+    (rejected,) = Engine(CONFIG).step(arrived(0, session_start=2)).decided
+    assert isinstance(rejected, RequestRejected)
+    assert rejected.reason == "bad_request"
+
+
 # ------------------------------------------------------------------------------------------------- plans and memory
 
 
@@ -417,12 +462,19 @@ def test_bytes_that_are_no_snapshot_are_refused() -> None:
         snapshot.restore(b"\x93\x01\x02")
 
 
-def test_fact_refused_on_an_idle_device_changes_nothing_either() -> None:
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (AdapterLoaded(6, "law", 1), "AdapterLoaded belongs to a feature"),
+        (BatchFinished(6, 0, b""), "batch 0 finished, but nothing is next in flight"),
+    ],
+)
+def test_fact_refused_on_an_idle_device_changes_nothing_either(event: Observed, message: str) -> None:
     engine = Engine(CONFIG)
     engine.step(LaneReady(5))
     before = snapshot.dump(engine)
-    with pytest.raises(ContractError):
-        engine.step(AdapterLoaded(6, "law", 1))
+    with pytest.raises(ContractError, match=message):
+        engine.step(event)
     assert snapshot.dump(engine) == before
 
 

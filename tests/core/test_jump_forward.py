@@ -19,6 +19,7 @@ from lockstep.core.contract.events import (
     GrammarReady,
     LaneReady,
     RequestArrived,
+    RequestCancelled,
     TokenRuns,
     TokensForced,
 )
@@ -97,6 +98,14 @@ def test_forced_tokens_are_one_launch_and_one_result() -> None:
     assert not engine.jump_forward.forced
     plan, _ = launch(engine)
     assert (plan.mode, plan.starts.tolist()) == ("decode", [7])
+
+
+def test_forced_tokens_are_dropped_with_their_request() -> None:
+    engine = running()
+    force(engine, 8, 9, 10)
+    assert engine.jump_forward.forced
+    engine.step(RequestCancelled(0, 0))
+    assert not engine.jump_forward.forced
 
 
 @pytest.mark.parametrize(

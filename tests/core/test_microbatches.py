@@ -106,6 +106,19 @@ def test_the_victim_of_all_microbatches_is_that_of_the_policy(policy: str, expec
     assert microbatches.victim(played.engine.config).request_id == expected
 
 
+def test_a_microbatch_has_an_open_slot_up_to_its_depth_and_while_it_has_something_to_launch() -> None:
+    played = Played(overlap_depth=1)
+    assert played.engine.open_slots() == []
+    played.arrive(2, 8)
+    assert played.engine.open_slots() == [0, 1]
+    played.ready(0)
+    assert played.engine.open_slots() == [0], "one batch of its one decoding request is in flight"
+    played.ready(0)
+    assert played.engine.open_slots() == []
+    played.finish()
+    assert played.engine.open_slots() == [0]
+
+
 # ------------------------------------------------------------------------------------------------------------ settings
 
 

@@ -15,8 +15,15 @@ from lockstep.core.contract.events import (
     ControlRequested,
     GetState,
     LaneReady,
+    Observed,
     Pause,
+    RequestAdmitted,
     RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    RequestRejected,
+    RequestRetracted,
+    SetState,
     TokenRuns,
 )
 from lockstep.core.journal import snapshot
@@ -28,10 +35,9 @@ STALLED_US = 20_000_000
 SECOND_US = 1_000_000
 
 
-def arrived(request_id: int, prompt: int, time_us: int = 0) -> RequestArrived:
-    return RequestArrived(
-        time_us=time_us, request_id=request_id, prompt=TokenRuns((1, prompt)), max_new_tokens=1, label="long"
-    )
+def arrived(request_id: int, prompt: int, time_us: int = 0, max_new: int = 1) -> RequestArrived:
+    runs = TokenRuns((1 + 1000 * request_id, prompt))
+    return RequestArrived(time_us=time_us, request_id=request_id, prompt=runs, max_new_tokens=max_new, label="long")
 
 
 def test_a_long_prompt_in_chunks_of_a_second_is_well() -> None:
@@ -95,3 +101,62 @@ def test_counts_survive_a_snapshot_and_an_answer_is_not_changed_by_what_follows(
     ended = sum(after.counts.finished.values()) + sum(after.counts.rejected.values())
     assert ended == len(driver.records)
     assert after.pages_free + after.pages_cached == after.pages
+
+
+def test_progress_is_every_launch_result_admission_retraction_and_end() -> None:
+    engine = Engine(SchedConfig(page_size=2, pages=6, overlap_depth=0, reserve="on_demand", batching="mixed"))
+    happened, kinds = 0, set[type]()
+    counted = RequestAdmitted, RequestRetracted, RequestFinished, RequestRejected
+
+    def fold(event: Observed) -> int:
+        """Returns the number of the launched batch; -1: none."""
+        nonlocal happened
+        step = engine.step(event)
+        decided = [type(one) for one in step.decided if isinstance(one, counted)]
+        plan = step.launched()
+        happened += len(decided) + (plan is not None) + isinstance(event, BatchFinished)
+        kinds.update(decided)
+        assert engine.stats().progress == happened
+        return -1 if plan is None else plan.batch_id
+
+    for event in (arrived(0, 4, max_new=6), arrived(1, 4, max_new=6), arrived(2, 100)):
+        fold(event)
+    while (batch_id := fold(LaneReady(0))) >= 0:
+        fold(BatchFinished(0, batch_id, bytes(4 * engine.in_flight[0].tokens)))
+    assert kinds == set(counted)
+    assert engine.stats().idle
+
+
+def test_a_split_prompt_is_prefilling_and_not_running() -> None:
+    engine = Engine(SchedConfig(page_size=2, pages=20, overlap_depth=0, chunked_prefill_size=4))
+    for request_id, prompt in enumerate((2, 12, 4)):
+        engine.step(arrived(request_id, prompt, max_new=9))
+    engine.step(LaneReady(0))
+    stats = engine.stats()
+    assert (stats.running, stats.prefilling, stats.waiting, stats.idle) == (1, 1, 1, False)
+
+
+def test_an_engine_is_idle_only_without_requests_and_batches_in_flight() -> None:
+    engine = Engine(SchedConfig(page_size=2, pages=20, overlap_depth=0))
+    assert engine.stats().idle
+    engine.step(arrived(0, 3))
+    assert not engine.stats().idle
+    engine.step(LaneReady(0))
+    engine.step(RequestCancelled(0, 0))
+    assert not engine.requests
+    assert not engine.stats().idle
+    engine.step(BatchFinished(0, 0, bytes(4)))
+    assert engine.stats().idle
+
+
+def test_the_new_token_ratio_begins_anew_when_all_requests_have_ended_or_its_setting_changes() -> None:
+    engine = Engine(SchedConfig(page_size=2, pages=20, overlap_depth=0))
+    first = engine.stats().new_token_ratio
+    engine.step(arrived(0, 3, max_new=4))
+    while (plan := engine.step(LaneReady(0)).launched()) is not None:
+        decays = engine.stats().new_token_ratio
+        assert (decays < first) == (plan.mode == "decode")
+        engine.step(BatchFinished(0, plan.batch_id, bytes(4)))
+    assert engine.stats().new_token_ratio == first
+    engine.step(ControlRequested(0, 1, SetState("schedule_conservativeness", 0.5)))
+    assert engine.stats().new_token_ratio == first / 2
