@@ -258,8 +258,6 @@ class Engine(SchedulerState):
                 batch = prefills.plan_layers(running, step)
             elif (self.waiting or self.prefilling) and not self.decoding.decode_goes_first(running):
                 batch = prefills.plan_extend(running, step)
-        if batch is not None and batch.plan.extend_rows:
-            running.extended_at = running.decode_launches
         return batch
 
     def _launch_nothing(self, step: Step) -> bool:
@@ -355,7 +353,7 @@ class Engine(SchedulerState):
         """Derive from the settings what every step reads."""
         config = self.config
         self._depth = _launches_ahead(config)
-        self._reports_launches = config.hands_over or self.experts.interval > 0
+        self._reports_launches = config.hands_over or bool(self.experts.interval)
         self._settles = config.hands_over or bool(config.max_loras) or self.memory.tiers.present
         self._handlers = self._events_handled()
 

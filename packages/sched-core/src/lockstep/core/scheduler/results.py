@@ -181,7 +181,7 @@ class Results:
             delivery.check_reports(event, batch, 0 if event.error else batch.samplers.size)
         if event.accepted and not (batch.verifies or batch.blocks):
             raise ContractError(f"batch {event.batch_id} reports accepted counts; none were asked for")
-        if self._jump_forward.forced or batch.forced is not None:
+        if self._jump_forward.forced:
             self._jump_forward.check(event, batch)
         if event.logprobs and not batch.dead and not any(extras.wants_logprobs(one) for one in batch.requests):
             raise ContractError(f"batch {event.batch_id} reports logprobs; none were asked for")

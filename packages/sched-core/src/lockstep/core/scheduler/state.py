@@ -192,8 +192,7 @@ class SchedulerState:
     @property
     def stands_still(self) -> bool:
         """Whether nothing is launched for now: paused, blocked, or before the end of an operator's gap."""
-        pace = self.controls.pace
-        paced = pace.gap_us > 0 and self.now_us < pace.not_before_us
+        paced = self.now_us < self.controls.pace.not_before_us
         return self.controls.paused or self.maintenance.still or paced
 
     @property
@@ -587,8 +586,7 @@ class SchedulerState:
         request.waiting_since_us = self.now_us
         request.matched = None
         step.decided.append(retracted)
-        if request.extras is not None:
-            extras.kept(request)
+        extras.kept(request)
         if reason != "preempted":
             self.requeue(request, step)
 
@@ -785,7 +783,6 @@ class SchedulerState:
         for request in list(self.requests.values()):
             if self.prerequisites.lost_media(request):
                 self.prerequisites.await_media(request, step)
-        self.batch_is_full = False
         self.sessions.lose_kv()
         self.memory.void(step)
         self.memory.tiers = tiers
