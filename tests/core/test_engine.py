@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.contract.commands import ControlAnswered, FinishRequest, RejectRequest, Step, StreamTokens
-from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.config import BlockDiffusion, SchedConfig
 from lockstep.core.contract.digest import EMPTY_DIGEST, step_digest
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import (
@@ -328,6 +328,60 @@ def test_session_start_without_a_session_is_refused() -> None:
 # ------------------------------------------------------------------------------------------------- plans and memory
 
 
+@pytest.mark.parametrize(
+    ("settings", "max_new", "reserved", "opens"),
+    [
+        ({"reserve": "on_demand"}, 9, 0, 0),  # position 3 is on the second page of the prompt
+        ({"reserve": "on_demand", "decode_look_ahead": 2}, 9, 2, 1),  # position 4 is not
+        ({"page_size": 8, "context_tokens_max": 64, "diffusion": BlockDiffusion(8)}, 1, 0, 0),  # a block ends behind it
+        ({}, 9, 8, 0),  # all output behind the first token
+    ],
+)
+def test_tokens_are_reserved_for_the_output_to_come(
+    settings: dict[str, Any], max_new: int, reserved: int, opens: int
+) -> None:
+    engine = Engine(SchedConfig(**{"page_size": 2, "pages": 16, "overlap_depth": 0, **settings}))
+    engine.step(arrived(0, max_new=max_new, ignore_eos=True))
+    assert engine.step(LaneReady(0)).launched() is not None
+    assert engine.reserve_of(*engine.all_running) == reserved
+    assert engine.next_pages(*engine.all_running) == opens
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({}, 1),
+        ({"decode_steps_per_launch": 3}, 3),
+        ({"speculative_method": "eagle", "num_speculative_tokens": 3}, 4),
+        ({"speculative_method": "eagle", "speculative_topk": 2, "num_speculative_tokens": 8}, 5),
+    ],
+)
+def test_a_launch_moves_a_request_by_its_steps_or_by_its_drafts(settings: dict[str, Any], most: int) -> None:
+    config = SchedConfig(page_size=2, pages=32, overlap_depth=0, **settings)
+    engine, kv = Engine(config), TaggedKv(config)
+    fold(engine, kv, arrived(0, max_new=30, ignore_eos=True))
+    fold(engine, kv, LaneReady(0))
+    fold(engine, kv, kv.finished(0))
+    plan = fold(engine, kv, LaneReady(0)).launched()
+    assert plan is not None
+    assert (plan.stops - plan.starts).tolist() == [most]
+    assert engine.moves_by == most
+
+
+def test_no_tokens_are_reserved_for_what_the_spare_pages_of_draft_trees_hold() -> None:
+    trees: dict[str, Any] = {"speculative_method": "eagle", "speculative_topk": 2, "num_speculative_tokens": 8}
+    config = SchedConfig(page_size=2, pages=32, overlap_depth=0, **trees)
+    engine, kv = Engine(config), TaggedKv(config)
+    fold(engine, kv, arrived(0, max_new=30, ignore_eos=True))
+    for _ in range(2):
+        fold(engine, kv, LaneReady(0))
+        fold(engine, kv, kv.finished(0))
+    running_batch, (position,) = engine.all_running
+    (spare,) = engine.memory.table.spare_of(running_batch.rows)
+    assert spare > 1
+    assert engine.reserve_of(*engine.all_running) == 3 + 30 - position - 1 - 2 * spare
+
+
 @pytest.mark.parametrize("overlap_depth", [0, 1, 2])
 def test_plan_is_never_changed_after_its_launch(overlap_depth: int) -> None:
     config = SchedConfig(page_size=2, pages=24, overlap_depth=overlap_depth, chunked_prefill_size=4)
@@ -462,6 +516,13 @@ def test_bytes_that_are_no_snapshot_are_refused() -> None:
         snapshot.restore(b"\x93\x01\x02")
 
 
+def test_snapshot_with_a_field_of_another_version_is_refused() -> None:
+    fields = msgspec.msgpack.decode(snapshot.dump(Engine(CONFIG)))
+    assert snapshot.restore(msgspec.msgpack.encode(fields)).config == CONFIG
+    with pytest.raises(ValueError, match="not a snapshot of an engine: Object contains unknown field `later`"):
+        snapshot.restore(msgspec.msgpack.encode(fields | {"later": 1}))
+
+
 @pytest.mark.parametrize(
     ("event", "message"),
     [
@@ -526,14 +587,18 @@ def test_requests_behind_a_blocked_head_go_on_when_it_is_cancelled() -> None:
     assert following.request_ids.tolist() == [2]
 
 
-def test_pause_that_cancels_sends_what_was_held_back() -> None:
+@pytest.mark.parametrize(
+    "end", [ControlRequested(0, 0, Pause("cancel")), BatchFinished(0, 5, b"", error="lost")], ids=type
+)
+def test_end_without_a_token_sends_what_was_held_back(end: Observed) -> None:
     engine = Engine(SchedConfig(page_size=1, pages=100, overlap_depth=0))
     engine.step(arrived(0, prompt=3, max_new=20, stream=False))
     for _ in range(5):
         plan = engine.step(LaneReady(0)).launched()
         assert plan is not None
         assert not engine.step(BatchFinished(0, plan.batch_id, b"\5\0\0\0")).commands
-    step = engine.step(ControlRequested(0, 0, Pause("cancel")))
+    engine.step(LaneReady(0))
+    step = engine.step(end)
     sent = [command.tokens.tolist() for command in step.commands if isinstance(command, StreamTokens)]
     assert sent == [[5] * 5]
 

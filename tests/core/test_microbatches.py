@@ -119,6 +119,27 @@ def test_a_microbatch_has_an_open_slot_up_to_its_depth_and_while_it_has_somethin
     assert played.engine.open_slots() == [0]
 
 
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        ({"pp_size": 1, "overlap_depth": 1, "chunk_target_us": 5000}, True),
+        ({"pp_size": 2, "pp_dynamic_chunking": True}, False),
+    ],
+)
+def test_a_pass_beside_a_longer_one_counts_for_the_latency_of_a_single_stage_only(
+    settings: dict[str, Any], counts: bool
+) -> None:
+    """With several stages it has waited for the longer one at each of them."""
+    played = Played(**settings)
+    for prompt in (12, 4):
+        played.arrive(prompt, 3)
+        assert played.ready((len(played.engine.in_flight)) % settings["pp_size"]) is not None
+    played.tell(BatchFinished(1000, 0, bytes(4), 0, 1000))
+    before = list(played.engine.latency.sums)
+    played.tell(BatchFinished(1100, 1, bytes(4), 500, 1100))
+    assert (list(played.engine.latency.sums) != before) == counts
+
+
 # ------------------------------------------------------------------------------------------------------------ settings
 
 
