@@ -10,6 +10,7 @@ groups of the same kind, each left out of its own fit. Beside it stands the unco
     python benchmarks/engine_truth.py engine_points.csv --cache DIR --write DATE   # fit, write catalogue/engines
     python benchmarks/engine_truth.py other.csv --cache DIR --catalogue            # other points, engines as shipped
     python benchmarks/engine_truth.py engine_points.csv --cache DIR --beside FILE  # of aiconfigurator_points.py
+    python benchmarks/engine_truth.py engine_points.csv --cache DIR --widths       # of levels, by the fit
 
 Simulated: the figures are the same on every machine. Schedules of points are kept in the cache, so that a change of the
 fit takes seconds. How to read the figures: docs/validation.md, section 10.
@@ -421,6 +422,16 @@ def write(
         print(f"{folder.name}/{engine}.json: {spec.costs}")
 
 
+def widths(fit: LevelFit) -> None:
+    """Print the width of every level and cost, as it is stated and as groups deviate (`LevelFit.shown_deviations`)."""
+    for level in fit.levels:
+        shown = fit.shown_deviations(level.name)
+        count = sum(name == level.name for name, _ in fit.groups)
+        print(f"{level.name}, {count} groups: stated, shown")
+        for cost, width in shown.items():
+            print(f"  {cost:18} {level.deviations[cost]:.3f} {width:.3f}")
+
+
 def aside_of(path: Path, points: Sequence[ServingPoint]) -> list[str]:
     """Return for each point why it is kept aside; empty: it is not."""
     with path.open(newline="", encoding="utf-8") as file:
@@ -450,6 +461,7 @@ def main() -> int:
     parser.add_argument("--write", metavar="DATE", help="fit, and write the catalogue's engines")
     parser.add_argument("--catalogue", action="store_true", help="only test the catalogue's engines as shipped")
     parser.add_argument("--beside", type=Path, help="only compare with another tool's predictions, in this file")
+    parser.add_argument("--widths", action="store_true", help="only print the widths of levels, stated and shown")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of groups (default %(default)s)")
     arguments = parser.parse_args()
     path: Path = arguments.points
@@ -464,6 +476,9 @@ def main() -> int:
     figures: Figures = {}
     if arguments.beside is not None:
         beside(trial, arguments.beside, fitted)
+        return 0
+    if arguments.widths:
+        widths(fit_trial(trial, fitted))
         return 0
     if arguments.write:
         left = {**left, "kept aside": [points[i].row for i, one in enumerate(aside) if one]}

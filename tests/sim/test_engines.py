@@ -17,6 +17,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.calibrate.engine_fit import (
     COSTS,
     LEFT_OUT,
+    LEVELS,
     EngineFacts,
     EngineTrial,
     Fitted,
@@ -458,6 +459,41 @@ def test_late_first_tokens_on_one_gpu_do_not_change_the_front_end_there() -> Non
     assert times == pytest.approx([times[0]] * 3)
     vllm = next(p for p in trial.points if p.engine == "vllm")
     assert times[0] > fit.weights([vllm])[0][front]
+
+
+FRONT = [cost.name for cost in COSTS].index("frontend_layer_us")
+
+
+def apart_by(factor: float) -> EngineTrial:
+    """Points of engines whose front ends differ by a factor, and are alike otherwise; points of both have one mean."""
+    found = trial_of(USUAL)
+    own = np.array([factor**0.5 if one.engine == "vllm" else factor**-0.5 for one in found.points])
+    more_us = found.ttft_columns[:, FRONT] * USUAL[FRONT] * (own - 1.0)
+    points = [replace(p, ttft_us=p.ttft_us + us) for p, us in zip(found.points, more_us, strict=True)]
+    return replace(found, points=points)
+
+
+def test_engines_whose_front_ends_differ_threefold_have_front_ends_of_their_own() -> None:
+    """An engine that the fit lacks is between them, and less sure of its front end than of its dense products."""
+    trial = apart_by(3.0)
+    fit = fit_trial(trial, everything(trial))
+    late, soon = (next(p for p in trial.points if p.engine == name) for name in ("vllm", "sglang"))
+    slow, fast, unseen = (fit.weights([p])[0][FRONT] for p in (late, soon, replace(late, engine="trtllm")))
+    assert 2.0 < slow / fast < 3.5
+    assert fast < unseen < slow
+    assert fit.spreads([0])[FRONT] > 2.0 * fit.spreads([0])[DENSE]
+
+
+def test_groups_show_how_far_they_deviate() -> None:
+    def shown(factor: float) -> float:
+        trial = apart_by(factor)
+        return fit_trial(trial, everything(trial)).shown_deviations("engine")["frontend_layer_us"]
+
+    stated = next(level.deviations for level in LEVELS if level.name == "engine")["frontend_layer_us"]
+    assert shown(1.0) < stated < shown(12.0)
+    trial = trial_of(USUAL)
+    none, cell = fit_trial(trial, everything(trial)[:0]), LEVELS[-1].deviations
+    assert none.shown_deviations("cell") == {name: width for name, width in cell.items() if width}
 
 
 def test_costs_are_positive_whatever_was_measured() -> None:

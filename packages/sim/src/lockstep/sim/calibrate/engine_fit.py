@@ -115,7 +115,9 @@ def same_architecture(arch: str) -> tuple[str, ...]:
 
 LEVELS: tuple[Level, ...] = (
     Level(
-        "engine", lambda p: PointGroup(engine=p.engine), _deviations((0.035, 0.07, 0.07, 0.13, 0.14, 0.35, 0.28), 0.42)
+        "engine",
+        lambda p: PointGroup(engine=p.engine),
+        {**_deviations((0.035, 0.07, 0.07, 0.13, 0.14, 0.35, 0.28), 0.42), "frontend_layer_us": 0.6},
     ),
     Level(
         "architecture",
@@ -165,6 +167,7 @@ LEVELS: tuple[Level, ...] = (
 """The levels of a fit. Widths are guesses of how far engines, GPUs and models differ, scaled in a few choices by errors
 of families, GPUs, engines and precisions left out: docs/decisions/0112-rows-in-every-layer.md (costs of the CPU) and
 0119-first-tokens-by-layer.md (engines narrower, precisions narrower, cells wider) and 0120-kernels-by-architecture.md.
+Front ends of engines are as wide as their points make most likely: 0167-front-ends-of-unseen-engines.md.
 """
 
 

@@ -104,6 +104,21 @@ class LevelFit:
         found: Float64s = np.sqrt(np.array(variances))
         return found
 
+    def shown_deviations(self, level: str) -> dict[str, float]:
+        """Return by cost how far the groups of a level deviate: root mean squares, with the uncertainty of each group.
+
+        This is one step of expectation maximisation from the widths that the level states. A width that the points do
+        not determine, or agree with, stays as it is.
+        """
+        stated = next(one.deviations for one in self.levels if one.name == level)
+        rows = [row for (name, _), row in self.groups.items() if name == level]
+        if not rows:
+            return {name: width for name, width in stated.items() if width}
+        squares = np.array([self.logs[row] ** 2 + self.spreads([row]) ** 2 for row in rows])
+        found: Float64s = np.sqrt(squares.reshape(len(rows), len(self.costs)).mean(axis=0))
+        places = {cost.name: i for i, cost in enumerate(self.costs)}
+        return {name: float(found[places[name]]) for name, width in stated.items() if width}
+
 
 def fit_levels(
     points: Sequence[ServingPoint],
