@@ -221,7 +221,8 @@ def test_an_old_release_of_vllm_has_costs_of_its_own() -> None:
     spec, release = load_engine("vllm@0.12")
     assert release == "0.12"
     old, later = spec.costs_of("bf16", "0.12.0"), spec.costs_of("bf16", "0.14")
-    assert old.moe_layer_us > later.moe_layer_us and old.dense < later.dense
+    assert old.moe_layer_us > later.moe_layer_us
+    assert old.dense < later.dense
     assert spec.costs_of("bf16", "0.14") == spec.costs_of("bf16")
     assert [release_key(text) for text in ("0.18.0", "1.0.0rc3", "")] == [(0, 18, 0), (1, 0, 0, 3), ()]
 
