@@ -23,7 +23,7 @@ SCENARIOS = Path(__file__).parent.parent / "scenarios"
 
 def request_in(state: RequestState) -> Request:
     arrived = RequestArrived(time_us=0, request_id=17, prompt=TokenRuns((1, 3)), max_new_tokens=1)
-    request = Request(arrived, Accepted(b"\0" * 12, "", BASE, 1, 0, None), ())
+    request = Request(arrived, Accepted(b"\0" * 12, "", BASE, 1, 0, None), (), stream_every=1, prefilled_before=0)
     request.state = state
     return request
 

@@ -22,9 +22,10 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from ctypes import c_int, c_ssize_t, c_void_p
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +153,20 @@ class ThreadState(threading.local):
         self.streams: dict[int, Stream] = {}  # the current one of a device; absent: the default stream
         self.capturing: Capture | None = None
         self.pool: Pool | None = None  # in which tensors are allocated; None: the device's own
+
+
+@cache
+def make_operators() -> None:
+    """Make the Python object of every operator.
+
+    Torch makes them at their first use and keeps a pointer without a reference. Two threads that use an operator first
+    at the same time make two objects; one is freed, and torch may have kept the pointer to that one.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operator = name.partition("::")
+        packet, _, overload = operator.partition(".")
+        with suppress(AttributeError):
+            getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 class FakeCuda(TorchDispatchMode):
@@ -468,6 +483,7 @@ class FakeCuda(TorchDispatchMode):
         self._patches.enter_context(mock.patch.object(threading.Thread, "run", in_thread))
         if find_spec("triton") is not None:
             self._patches.enter_context(launches_of(self))
+        make_operators()
         super().__enter__()
         return self
 

@@ -126,6 +126,10 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     content: Literal["full", "digests"] = "full"  # full: with prompts and outputs; digests: only lengths and digests
 
 
+msgspec.msgpack.Decoder(JournalHeader)
+"""A type is examined when it is first decoded. Two threads that do so at once would crash, so it is done at import."""
+
+
 class OnlyVersion(msgspec.Struct):
     """The format version of a header, which is read before its other fields."""
 
