@@ -1,8 +1,9 @@
 """Recorded random histories: every feature in combination, decided today as when they were recorded.
 
 Journals of single features are in this folder too, with the words of their decisions. `histories.bin` has what engines
-of random histories observed, and digests of what they decided. A deliberate change of behaviour comes with a flag,
-under which these still hold (docs/journal.md). New features are added by a new recording:
+of random histories observed, and digests of what they decided. These recordings have no header and so no behaviour
+flags (docs/journal.md): with a deliberate change of behaviour, which golden journals replay under its flag, and with new
+features they are recorded anew:
 
     python benchmarks/history_digests.py --histories 150 --record tests/golden/histories.bin
 """
