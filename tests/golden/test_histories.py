@@ -2,8 +2,8 @@
 
 Journals of single features are in this folder too, with the words of their decisions. `histories.bin` has what engines
 of random histories observed, and digests of what they decided. These recordings have no header and so no behaviour
-flags (docs/journal.md): with a deliberate change of behaviour, which golden journals replay under its flag, and with new
-features they are recorded anew:
+flags (docs/journal.md): with a deliberate change of behaviour, which golden journals replay under its flag, and with
+new features they are recorded anew:
 
     python benchmarks/history_digests.py --histories 150 --record tests/golden/histories.bin
 """
